@@ -11,11 +11,13 @@ what they have. If it replaced some, the lengths of the layers of a static cache
 end of the graph, by one op.
 
 The rule: attention is replaced only if nothing writes to what the op reads, or to what it replaces,
-between the first replaced node and the op. Softmax without a soft cap and sinks stays, since
-attention is written out that way where the user chose it.
+between the first replaced node and the op. Sizes that must be equal may be different symbols: the
+op compares them when it runs. Softmax without a soft cap and sinks stays, since attention is
+written out that way where the user chose it.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -187,10 +189,10 @@ class _Replacer:
 
     def _check_length(self, attention: _Attention) -> None:
         """Refuse attention over keys whose number varies, if piecewise graphs serve all numbers."""
-        varies = symbols_of(value(attention.k).shape[2])
-        if varies and self._boundaries.match(attention.end) is not None:
+        numbers = [symbols_of(size) for size in _numbers_of_keys(attention)]  # all are equal
+        if all(numbers) and self._boundaries.match(attention.end) is not None:
             why = "the number of its keys varies, and nothing else depends on it"
-            _require(not varies.isdisjoint(self._captured_symbols), why)
+            _require(any(map(self._captured_symbols.intersection, numbers)), why)
 
     @functools.cached_property
     def _captured_symbols(self) -> set[sympy.Symbol]:
@@ -214,6 +216,23 @@ def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return len(one) == len(other) and all(map(expressions.statically_equal, one, other))
 
 
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    """Return the sizes of a value; what was a symbol, and is fixed by now, is a number."""
+    return tuple(map(expressions.fixed_size, value(node).shape))
+
+
+def _fit(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Return whether sizes are equal wherever attention of them is defined; adds no guard."""
+    return all(itertools.starmap(expressions.equal_if_defined, zip(some, others, strict=True)))
+
+
+def _numbers_of_keys(attention: _Attention) -> list[Any]:
+    """Return the number of keys as K, V and the mask have it."""
+    of_mask = () if attention.mask is None else _shape(attention.mask)[-1:]
+    whole = [size for size in of_mask if not _same([size], [1])]
+    return [_shape(attention.k)[2], _shape(attention.v)[2], *whole]
+
+
 def _is_dense(result: torch.Tensor, *, heads_first: bool) -> bool:
     """Return whether [B, H, T, Dv] is contiguous; if not ``heads_first``, as [B, T, H, Dv]."""
     _, heads, rows, size = result.shape
@@ -229,11 +248,12 @@ def _is_plain(tensor: Any) -> bool:
 
 def _check_values(attention: _Attention) -> None:
     """Refuse tensors that the op, or its kernel where the device has it, does not take."""
-    q, k, v, result = (value(node) for node in (*attention[:3], attention.end))
+    nodes = (*attention[:3], attention.end)
+    q, k, v, result = map(value, nodes)
     inputs = [*map(value, _inputs(attention)), result]
     _require(all(map(_is_plain, inputs)), "a tensor of it is no plain tensor")
     _require(all(t.dim() == 4 for t in (q, k, v, result)), "its tensors have not 4 dimensions")
-    rows = q.shape[2]
+    (batch, heads, rows, size), keys, values, of_result = map(_shape, nodes)
     few = type(rows) is int and 0 < rows <= TOKENS
     _require(few, f"it has {rows if type(rows) is int else 'a dynamic number of'} query rows")
     _require(len({tensor.device for tensor in inputs}) == 1, "its tensors are on several devices")
@@ -241,12 +261,13 @@ def _check_values(attention: _Attention) -> None:
     taken = DTYPES if why_unsupported(q.device) is None else (*DTYPES, torch.float32)
     one_known = len(dtypes) == 1 and dtypes <= set(taken)
     _require(one_known, f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
-    (batch, heads, _, size), shared = q.shape, k.shape[1]
+    shared = keys[1]
     grouped = type(heads) is type(shared) is int and shared > 0 and heads % shared == 0
-    fits = _same((*k.shape[:2], k.shape[3]), (batch, shared, size))
-    fits &= _same(v.shape[:3], k.shape[:3]) and _same(result.shape, (*q.shape[:3], v.shape[3]))
+    fits = _same([keys[3], values[1]], [size, shared]) and _fit(keys[:1], [batch])
+    fits &= _fit([values[0], values[2]], [keys[0], keys[2]])
+    fits &= _same(of_result, (batch, heads, rows, values[3]))
     _require(grouped and fits, "its sizes are not known to fit")
-    sizes = size, v.shape[3]
+    sizes = size, values[3]
     small = all(type(own) is int and own <= SIZE for own in sizes)
     _require(small, f"its heads have {' and '.join(map(str, dict.fromkeys(sizes)))} values")
     known = _is_dense(result, heads_first=True) or _is_dense(result, heads_first=False)
@@ -254,23 +275,23 @@ def _check_values(attention: _Attention) -> None:
     dense = _same([k.stride(3), v.stride(3)], [1, 1])
     _require(dense, "the values of a position are not beside each other")
     if attention.mask is not None:
-        _check_mask(value(attention.mask), q.dtype, (*q.shape[:3], k.shape[2]))
+        _check_mask(value(attention.mask), q.dtype, (batch, heads, rows, keys[2]))
     if attention.sinks is not None:
         _require(_same(value(attention.sinks).shape, [heads]), "its sinks are not one of each head")
 
 
 def _check_gain(attention: _Attention) -> None:
     """Refuse attention without keys to skip or share: a gain over torch's kernels is not known."""
-    q, k = value(attention.q), value(attention.k)
-    skips = attention.mask is not None and q.shape[2] == 1
-    _require(skips or q.shape[1] > k.shape[1], "no heads share K and V, and no mask is for one row")
+    (_, heads, rows, _), shared = _shape(attention.q), _shape(attention.k)[1]
+    skips = attention.mask is not None and rows == 1
+    _require(skips or heads > shared, "no heads share K and V, and no mask is for one row")
 
 
 def _check_mask(mask: torch.Tensor, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
     _require(mask.dtype in (torch.bool, torch.float32, dtype), f"its mask is {mask.dtype}")
     whole = shape[4 - mask.dim() :] if mask.dim() <= 4 else ()
     fits = len(whole) == mask.dim() and all(
-        _same([size], [1]) or _same([size], [full])
+        _same([size], [1]) or _fit([size], [full])
         for size, full in zip(mask.shape, whole, strict=True)
     )
     _require(fits, "its mask has another shape than its scores")
@@ -278,7 +299,7 @@ def _check_mask(mask: torch.Tensor, dtype: torch.dtype, shape: tuple[Any, ...]) 
 
 def _text_of(attention: _Attention) -> str:
     """Return text such as ``K and V of 4 heads each, bool mask``."""
-    group = value(attention.q).shape[1] // value(attention.k).shape[1]
+    group = _shape(attention.q)[1] // _shape(attention.k)[1]
     parts = [f"K and V of {group} heads each"] if group > 1 else []
     if attention.mask is not None:
         parts.append(f"{value(attention.mask).dtype} mask".removeprefix("torch."))
@@ -323,7 +344,7 @@ def _fused(node: fx.Node) -> _Attention:
     _require(named.get("dropout_p", 0.0) == 0, "it has dropout")
     # With one query row it would read only the first key.
     _require(named.get("is_causal", False) is False, "it is causal without a mask")
-    size = value(q).shape[-1]
+    size = _shape(q)[-1]
     scale: Any = named.get("scale")
     scale = size**-0.5 if scale is None and type(size) is int and size else scale
     _require(type(scale) in (int, float), "its scale is dynamic")

@@ -134,9 +134,15 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
+    """Also refuse a test that leaves ``torch.compile(dynamic=)`` to the tests behind it."""
+    config = torch._dynamo.config
     torch._dynamo.reset()
+    before = config.assume_static_by_default
     yield
     torch._dynamo.reset()
+    if config.assume_static_by_default != before:
+        config.assume_static_by_default = before
+        pytest.fail("sizes would be symbols in the next tests")
 
 
 @pytest.fixture(autouse=True, scope="session")

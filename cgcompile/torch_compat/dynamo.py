@@ -26,7 +26,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -84,10 +84,19 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
 
 
-def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return the fake mode of the first value that has one, as a context; else a null context."""
+@contextmanager
+def fake_context(values: Iterable[Any]) -> Iterator[None]:
+    """Run ops on fakes as Dynamo does, in the fake mode of the first value that has one."""
+    from torch._dispatch.python import enable_python_dispatcher
+
     modes = (getattr(value, "fake_mode", None) for value in values)
-    return next((mode for mode in modes if mode is not None), nullcontext())
+    mode = next((mode for mode in modes if mode is not None), None)
+    if mode is None:
+        yield
+        return
+    # torch 2.11 takes symbolic sizes in composite ops only with the Python dispatcher.
+    with mode, enable_python_dispatcher():
+        yield
 
 
 def is_static_input(placeholder: fx.Node) -> bool:

@@ -164,6 +164,12 @@ def present_size(value: Any) -> Any:
     return node.shape_env.create_symintnode(node.expr, hint=node.hint)
 
 
+def fixed_size(size: Any) -> Any:
+    """Return a symbolic size as a number if the trace has fixed it; other values as they are."""
+    expression = getattr(getattr(size, "node", None), "expr", None)  # after replacements
+    return int(expression) if getattr(expression, "is_Integer", False) else size
+
+
 def known_size(size: Any) -> int | str:
     """Return a size as a number, or as an expression of symbols; equal sizes have equal texts."""
     expression = size if type(size) is int else size.node.expr  # after replacements
@@ -595,6 +601,13 @@ def call_with_fakes(function: Callable[..., Any], arguments: Any) -> Any:
 def statically_equal(one: Any, other: Any) -> bool:
     """Return whether two sizes are equal for all values of their symbols; adds no guard."""
     return statically_known_true(one == other)
+
+
+def equal_if_defined(one: Any, other: Any) -> bool:
+    """Return whether two sizes are equal, or no op broadcasts one to the other; adds no guard."""
+    if statically_equal(one, other):
+        return True
+    return statically_known_true(one > 1) and statically_known_true(other > 1)
 
 
 def largest_size(size: Any) -> int | None:

@@ -3,6 +3,7 @@
 The tests set ``kernels="decode_attention"``: on the CPU the op then runs torch's ops.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -535,11 +536,54 @@ def test_batch_and_length_may_vary_without_new_guards() -> None:
             for batch, length in ((3, 24), (4, 32), (6, 17)):
                 decode(model, compiled, a_cache(batch, length), 3, batch)
         (graph,) = backend.graphs
-        assert (OP in ops_of(backend)) == on
+        assert ops_of(backend).count(OP) == (2 if on else 0)
         symbols = graph.split.symbols
         guards.append([symbols.guards_on(symbol) for symbol in symbols])
         assert backend.counters.captures == backend.counters.replays == 3
     assert guards[0] == guards[1]
+
+
+def _marked(batch: int = B, length: int = L):
+    """Return inputs of which each batch size and number of keys is a symbol of its own."""
+    q, k, v = torch.randn(batch, H, 1, D), *torch.randn(2, batch, SHARED, length, D)
+    mask = torch.rand(batch, 1, 1, length) < 0.5
+    mask[..., 0] = True
+    for tensor, dims in ((q, (0,)), (k, (0, 2)), (v, (0, 2)), (mask, (0, 3))):
+        torch._dynamo.mark_dynamic(tensor, dims)
+    return q, k, v, mask
+
+
+def _projected(q, k, v, mask):
+    """Project the result, whose layout differs from that of the op."""
+    weight = q.new_ones(H * D, H * D).tril() / (H * D)
+    result = attend(q, repeated(k, 2), repeated(v, 2), mask).transpose(1, 2)
+    return F.linear(result.reshape(q.shape[0], 1, -1), weight) + mask.sum()
+
+
+def test_sizes_that_must_be_equal_may_be_different_symbols() -> None:
+    sizes = itertools.cycle(((2, 17), (5, 24)))
+    backend = run(_projected, lambda: _marked(*next(sizes)), calls=8)
+    (graph,) = backend.graphs
+    assert len([*graph.split.symbols]) > 2
+    assert ops_of(backend).count(OP) == 1
+    assert not graph.split.fusions.unfused
+
+
+def test_sizes_that_differ_are_an_error_as_in_eager() -> None:
+    settings = {"kernels": "decode_attention", "compiler": "eager", "capture_device": "host"}
+    backend = cgcompile.Backend(**settings)
+    compiled = torch.compile(_projected, backend=backend, fullgraph=True)
+    q, k, v, mask = _marked(batch=3)
+    unequal = (q, k, v, mask[..., 1:]), (q, k[:, :, 1:], v[:, :, 1:], mask), (q[1:], k, v, mask)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(q, k, v, mask), _projected(q, k, v, mask))
+        for arguments, function in itertools.product(unequal, (_projected, compiled)):
+            with pytest.raises(RuntimeError, match="size"):
+                function(*arguments)
+        torch.testing.assert_close(compiled(q, k, v, mask), _projected(q, k, v, mask))
+    assert len(backend.graphs) == 1
+    assert OP in ops_of(backend)
 
 
 class OverLengths(nn.Module):

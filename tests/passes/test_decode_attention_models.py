@@ -54,14 +54,18 @@ def language_model(name: str) -> Any:
     return getattr(transformers, model)(config).eval().requires_grad_(False)
 
 
-def decoded(model: Any, call: Any, padded: bool, rows: int = 2) -> list[torch.Tensor]:
+def decoded(
+    model: Any, call: Any, padded: bool, rows: int = 2, length: int = 32
+) -> list[torch.Tensor]:
     """Return the logits of five decode steps after a prompt, with a static cache."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=model.config, max_cache_len=32)
+    cache = StaticCache(config=model.config, max_cache_len=length)
     torch.manual_seed(1)
     tokens = torch.randint(1, 100, (rows, 10))
-    mask = torch.ones(rows, 32, dtype=torch.int64)  # of the whole cache, so that its shape stays
+    mask = torch.ones(
+        rows, length, dtype=torch.int64
+    )  # of the whole cache, so that its shape stays
     mask[0, :3] = 0
     more = {"attention_mask": mask} if padded else {}
     logits = []
@@ -165,6 +169,26 @@ def test_one_request(name: str) -> None:
         call = torch.compile(model.forward, backend=backend)
         result = decoded(model, call, padded=False, rows=1)
     check(backend, result, expected)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("Qwen3", 1), ("Qwen3", 3), ("Gemma2", 3)])
+def test_sizes_may_be_symbols(name: str, rows: int) -> None:
+    """``dynamic=True``, and sizes that torch makes dynamic as they vary, have the op in all layers."""
+    model = language_model(name)
+    with torch.inference_mode():
+        expected = decoded(model, model, padded=False, rows=rows)
+        backend = backend_of()
+        call = torch.compile(model.forward, backend=backend, dynamic=True)
+        result = decoded(model, call, padded=False, rows=rows)
+        check(backend, result, expected)
+        backend = backend_of()
+        call = torch.compile(model.forward, backend=backend)
+        for number in (2, 4, rows):
+            length = 16 + 8 * number
+            expected = decoded(model, model, padded=False, rows=number, length=length)
+            result = decoded(model, call, padded=False, rows=number, length=length)
+            check(backend, result, expected)
+    assert any(list(graph.split.symbols) for graph in backend.graphs)
 
 
 def test_equal_layers_are_compiled_once(monkeypatch) -> None:
