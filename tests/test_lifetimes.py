@@ -499,6 +499,7 @@ def seeded(seed: int, run: Callable[[], Any]) -> Any:
     return result.clone(), torch.rand(3, device=result.device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_random_numbers_advance_at_each_replay(device: str, way: str) -> None:
     subject = Subject(way, device, Random)

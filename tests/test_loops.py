@@ -738,6 +738,7 @@ def test_descriptors_of_a_forward_context_are_keys(device: str) -> None:
 # ---------------------------------------------------------------- steps of all kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("kind", ["torch.compile", "cgcompile.compile", "wrapper", "step"])
 def test_compiled_steps(device: str, kind: str, unroll: bool) -> None:
@@ -758,6 +759,7 @@ def test_compiled_steps(device: str, kind: str, unroll: bool) -> None:
     assert loop.counters.replays == (2 if unroll else 14)
 
 
+@pytest.mark.slow
 def test_compiled_code_may_call_a_loop(device: str) -> None:
     """It is a part of the trace: no graph of its own."""
     step = decoding(Decoder().to(device), ends=False)

@@ -40,6 +40,7 @@ def batch(length: int, device: str) -> dict[str, torch.Tensor]:
     return {"ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_subclasses_numbers_and_padding(name: str, device: str) -> None:
     """Results equal eager, and all lengths and floats share the graphs of two lengths."""

@@ -135,6 +135,7 @@ def drawing(page: Page, start: str) -> list[str]:
     return titles[1:]
 
 
+@pytest.mark.slow
 def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None:
     assert len(overview.graphs) == 2
     for graph in overview.graphs:

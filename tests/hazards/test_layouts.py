@@ -115,6 +115,7 @@ class Attention(nn.Module):
         return x + self.out(torch.relu(y.transpose(1, 2).reshape(b, n, d)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "NONE"])

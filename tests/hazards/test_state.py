@@ -327,6 +327,7 @@ def test_code_of_the_recorder_is_not_traced() -> None:
     assert noted.count("cgcompile.testing.host") <= 2  # what turns the trace off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["before the capture", "in the step"])
 def test_the_trace_function_of_a_debugger_stays(inside: bool) -> None:
     traced = []

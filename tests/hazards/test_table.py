@@ -20,7 +20,8 @@ def cells() -> Iterator[object]:
                 if row.outcome(name, device) is ABSENT or device not in row.devices:
                     continue
                 marks = [pytest.mark.gpu] if device == "cuda" else []
-                if name in (*TRACED, "shape, context"):  # others with a context run always
+                # Of the traced ones, "keep, context" runs always.
+                if name.removesuffix(", context") in TRACED and name != "keep, context":
                     marks.append(pytest.mark.slow)
                 yield pytest.param(row, name, device, id=f"{row.name}-{name}-{device}", marks=marks)
 

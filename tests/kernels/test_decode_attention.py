@@ -140,6 +140,7 @@ def test_all_weight_of_a_row_without_keys_is_that_of_its_sink() -> None:
         torch.testing.assert_close(result, torch.zeros_like(result))
 
 
+@pytest.mark.slow
 def test_gradients_of_all_inputs_are_those_of_the_definition() -> None:
     torch.manual_seed(0)
     inputs = [x.double().requires_grad_() for x in drawn((2, 4, 2, 3, 5, 4, 3))]

@@ -513,6 +513,7 @@ def test_a_refused_size_is_skipped() -> None:
     assert graph_manager.get_cudagraph_size(2) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aux", [False, True])
 def test_run_fullgraph(aux: bool, device: str) -> None:
     graph_manager = manager("FULL_AND_PIECEWISE", device=device, model=Decoder(aux))

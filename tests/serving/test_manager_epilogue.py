@@ -71,6 +71,7 @@ def advanced(batch: Batch, tokens: torch.Tensor) -> Batch:
     return replace(batch, inputs={**batch.inputs, **written})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.parametrize(
     ("mode", "runs_in"),
@@ -153,6 +154,7 @@ def test_padding_rows_that_the_epilogue_wrote_are_written_again(mode: str) -> No
             assert staged["input_ids"][count:].eq(0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 def test_an_epilogue_may_run_the_model_again(mode: str, kind: str, device: str) -> None:
@@ -185,6 +187,7 @@ def test_an_epilogue_may_run_the_model_again(mode: str, kind: str, device: str) 
     assert graph_manager.counters.replays - replays >= (0 if mode == "NONE" else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 def test_an_epilogue_draws_the_random_numbers_of_eager(mode: str) -> None:
     sampler = sampling()
@@ -215,6 +218,7 @@ def last_rows(hidden: torch.Tensor, buffers: Buffers) -> Any:
     return {"last": last, "lengths": starts[1:] - starts[:-1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 def test_rows_of_the_result_are_requests(mode: str, kind: str) -> None:
@@ -257,6 +261,7 @@ def other_stride(sampler: Sampler) -> None:
     sampler.stride = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
@@ -285,6 +290,7 @@ def test_what_the_epilogue_read_is_compared(
     assert graph_manager.counters.replays == 2
 
 
+@pytest.mark.slow
 def test_weights_of_the_model_are_compared_beside_an_epilogue() -> None:
     graph_manager = manager("FULL", "compiled", epilogue=sampling())
     graph_manager.capture()
@@ -364,6 +370,7 @@ class Counting(Sampler):
         return super().forward(hidden, buffers) + count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_verify_restores_what_the_epilogue_writes(kind: str) -> None:
     """Its tensors, and the buffers, whose fronts may be the inputs of a batch."""
@@ -391,6 +398,7 @@ def test_verify_finds_an_epilogue_that_has_baked_in_a_number() -> None:
     assert len(report.differences) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_input_change", ["eager", "recapture"])
 def test_a_step_that_is_not_replayed_runs_the_epilogue_too(on_input_change: str) -> None:
     sampler = sampling()
@@ -413,6 +421,7 @@ def test_a_step_that_is_not_replayed_runs_the_epilogue_too(on_input_change: str)
     assert graph_manager.counters.replays == replays
 
 
+@pytest.mark.slow
 def test_hooks_join_after_the_epilogue_and_a_plan_measures_it() -> None:
     order: list[str] = []
 
@@ -436,6 +445,7 @@ def test_hooks_join_after_the_epilogue_and_a_plan_measures_it() -> None:
     assert graph_manager.counters.replays == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_a_manager_with_an_epilogue_is_freed_without_a_collection(kind: str, device: str) -> None:
     sampler = sampling(device)

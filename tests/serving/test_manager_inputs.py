@@ -380,6 +380,7 @@ class ReadsMore(Decoder):
         return super().forward(input_ids, positions) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("kind", [dict, MappingProxyType])
 def test_a_stream_to_wait_for_is_not_compared(kind: Any, waits: bool, device: str) -> None:
@@ -405,6 +406,7 @@ def test_a_stream_to_wait_for_is_not_compared(kind: Any, waits: bool, device: st
         graph_manager.run(requests(3, device=device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "mode"), [(3, FULL), (20, NONE)])
 def test_a_step_that_nothing_else_delays_waits(
     tokens: int, mode: Any, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def test_graphs_that_hold(device: str) -> None:
     assert graph_manager.dispatched(requests(3, device=device)).mode.name == "FULL"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch: Any) -> None:
     """It scales by the longest query, which it asks the host for."""
