@@ -85,7 +85,7 @@ class _Unwrapper:
         self._in_regions = nodes_in_regions(self._gm)
         leaves = [leaf for node in self._graph.nodes for leaf in tensors(value(node))]
         wrapped = [part for leaf in filter(raw_memory.is_wrapper, leaves) for part in _inside(leaf)]
-        self._mode = dynamo.fake_context([*leaves, *wrapped])
+        self._fakes = [*leaves, *wrapped]
         # Nodes that are replaced, with a node or constant for each leaf of their value: a tuple of
         # nodes for a subclass.
         self._parts: dict[fx.Node, list[Any]] = {}
@@ -167,7 +167,9 @@ class _Unwrapper:
         parts = [n for leaves in arguments.values() for n in _flat(leaves)]
         new_nodes = [n for n in parts if isinstance(n, fx.Node)]
         call = _Call(self._gm, node, arguments, self._wrappers)
-        traced = raw_memory.traced_on_parts(call, [value(n) for n in new_nodes], self._mode)
+        traced = raw_memory.traced_on_parts(
+            call, [value(n) for n in new_nodes], dynamo.fake_context(self._fakes)
+        )
         nodes = self._inline(traced, node, new_nodes)
         leaves = iter(nodes)
         parts = []
@@ -258,7 +260,7 @@ class _Unwrapper:
             raise raw_memory.CannotUnwrap(
                 f"{node.name} is in a region that switches a state of torch"
             )
-        with torch.no_grad(), self._mode:
+        with torch.no_grad(), dynamo.fake_context(self._fakes):
             new = run_on_fakes(self._gm, node)
         if not alike([new], [value(node)]):
             raise raw_memory.CannotUnwrap(f"{node.name} returns other sizes than when traced")
