@@ -276,6 +276,17 @@ def with_mask(model: Any, ids: torch.Tensor, kwargs: dict[str, Any], cached: int
     return kwargs
 
 
+def frequencies(model: Any) -> list[torch.Tensor]:
+    """Return what a rotary embedding may compute anew in each step, from the positions."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+
+
+def follows_length(model: Any) -> bool:
+    """Return whether a rotary embedding has other frequencies in a longer text."""
+    kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
+    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
+
+
 def of_one_token(inputs: dict[str, Any]) -> dict[str, Any]:
     """Cut the types of tokens to the last one, which transformers 5.17 passes of the whole text."""
     return {

@@ -152,6 +152,8 @@ class DraftedText(_Side):
             raise NotHeld(f"a draft model on {draft.device}")
         if self.returns:
             raise NotHeld("return_dict_in_generate with a draft")
+        if decode_inputs.follows_length(call.model):
+            raise NotHeld("a draft with a rotary embedding that follows the length of the text")
         if not call.ids.shape[1]:
             raise NotHeld("a draft for a prompt of embeddings")
         self.count = count

@@ -228,6 +228,11 @@ class Text:
         self.limit = min(longest, default=0) - call.ids.shape[1]  # new tokens
         if not longest:
             raise NotHeld("a text without a maximum length")
+        # There transformers drops the cache, and runs the whole text with the other frequencies.
+        point = getattr(self.model.config, "original_max_position_embeddings", None) or -1
+        crosses = call.ids.shape[1] <= point < call.ids.shape[1] + self.limit
+        if crosses and decode_inputs.follows_length(self.model):
+            raise NotHeld(f"a text across position {point}, where frequencies of the model change")
         ends = [one.eos_token_id for one in of_criteria(call.criteria, "EosTokenCriteria")]
         self.ends = torch.cat([end.reshape(-1) for end in ends]) if ends else None
         self.returned: list[dict[str, torch.Tensor]] = []  # of rounds
@@ -262,6 +267,9 @@ class Text:
         """Run the prompt as ``generate`` does."""
         call, model = self.call, self.model
         self.outputs = model._prefill(call.ids, call.config, dict(self.kwargs))
+        # Models may drop the cache that they are given, and make one.
+        caches = [self.outputs[name] for name in CACHES if self.outputs.get(name) is not None]
+        self.source = (*caches, self.source)[0]
         # A copy: the whole logits of the prompt may be large.
         self.logits = self.outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         self.device, self.vocabulary = self.logits.device, self.logits.shape[-1]
@@ -368,6 +376,7 @@ class Text:
             {name: kept.buffer((number, name), value) for name, value in rule.tensors.items()}
             for number, rule in enumerate(self.rules)
         ]
+        state["frequencies"] = [decode_inputs.frequencies(side.model) for side in self.sides]
         return state | kept.caches
 
     def inputs(self, kept: Kept, name: str = "inputs") -> dict[str, torch.Tensor]:

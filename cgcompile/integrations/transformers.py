@@ -372,8 +372,8 @@ class Generate:
         text.prefill()
         kept = self._taken(text)
         try:
+            text.fill(kept)  # inputs may depend on the length of the cache
             text.describe(kept)
-            text.fill(kept)
             state = text.state(kept)
             text.forget_prefill()
             with call.model._optimize_model_for_decode():

@@ -152,7 +152,10 @@ def made_on(device: str, config: Any) -> Any:
     make: Any = transformers.AutoModelForCausalLM.from_config
     torch.manual_seed(0)
     with torch.device(device):
-        return make(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+        model = make(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # a head that was tied leaves a block that others would split
+    return model
 
 
 def weight_bytes(config: Any) -> tuple[int, int]:

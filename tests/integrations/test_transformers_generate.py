@@ -82,6 +82,13 @@ def mamba() -> Any:
     return transformers.MambaForCausalLM(config)
 
 
+def longrope() -> Any:
+    """Return a model whose rotary embedding has other frequencies in a longer text."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
+    return decoder("Phi3", rope_parameters={**rope, **factors}, original_max_position_embeddings=24)
+
+
 def t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     ends = {"eos_token_id": None, "decoder_start_token_id": 0, "pad_token_id": 0}
@@ -129,7 +136,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def build(name: str = "llama") -> Any:
     """Return a model that never ends a text by itself, with a seed of its own."""
     torch.manual_seed(7)
-    model = {**MODELS, "whisper": whisper, "llava": llava}[name]().eval()
+    model = {**MODELS, "whisper": whisper, "llava": llava, "longrope": longrope}[name]().eval()
     if name != "whisper":
         model.generation_config.eos_token_id = None
     return model
@@ -235,6 +242,22 @@ def test_models(name: str) -> None:
             check(model, own, inputs, max_new_tokens=14, **settings)
     # Two numbers of rows, three kinds of steps.
     assert (own.counters.captures, own.counters.replays) == (6, 3)
+
+
+def test_frequencies_that_follow_the_length() -> None:
+    """A step writes those of a rotary embedding; where they change, the text is run anew."""
+    model, own = build("longrope"), Generate(steps=4)
+    for length, new in ((5, 8), (30, 6), (7, 17), (25, 9)):
+        check(model, own, prompt(length=length), max_new_tokens=new)
+    assert (own.counters.captures, own.counters.replays) == (1, 3)
+    for length, new in ((20, 12), (24, 1), (24, 2), (23, 2), (5, 30)):
+        check(model, own, prompt(length=length), max_new_tokens=new)
+    assert "across position 24" in own.counters.details[Reason.OWN_LOOP]
+
+
+def test_frequencies_that_change_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CGCOMPILE_CAPTURE_DEVICE")
+    check(build("longrope"), Generate(), prompt(length=20), max_new_tokens=12)
 
 
 @pytest.mark.slow
@@ -575,17 +598,17 @@ def test_stop_strings(llama: Any, ends: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gemma3", "t5"])
 def test_dictionaries(name: str) -> None:
     """Scores, logits, and a cache that goes on."""
     model, own = build(name), Generate(steps=4)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    for rows, length, padded in ((2, 7, 0), (2, 20, 0), (2, 12, 5)):
+    for rows, length, padded in ((2, 20, 0), (2, 12, 5)):
         inputs = prompt(rows, length, padded)
         if model.config.is_encoder_decoder:
             inputs = {key: value.flip(-1) for key, value in inputs.items()}
         for settings in ({"repetition_penalty": 1.5}, {"eos_token_id": list(range(40, 56))}):
-            expected, result = both(model, own, inputs, max_new_tokens=18, **wanted, **settings)
+            expected, result = both(model, own, inputs, max_new_tokens=10, **wanted, **settings)
             assert type(result) is type(expected)
             assert torch.equal(result.sequences, expected.sequences)
             for kind in ("scores", "logits"):
@@ -603,7 +626,7 @@ def test_dictionaries(name: str) -> None:
                     assert layer.get_seq_length() == other.get_seq_length()
                     torch.testing.assert_close(layer.keys, other.keys, rtol=1e-3, atol=1e-4)
                     torch.testing.assert_close(layer.values, other.values, rtol=1e-3, atol=1e-4)
-    assert (own.counters.captures, own.counters.replays) == (2, 4)
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
 
 
 def test_scores_belong_to_the_caller(llama: Any) -> None:
@@ -731,19 +754,16 @@ def test_drafts(llama: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "gpt2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt2"])
 def test_drafts_of_models(name: str) -> None:
+    """Windows are crossed; processors read what both models have seen."""
     model = build(name)
-    own = Generate(draft=noisy(model), draft_tokens=3)
-    for rows, length, padded in ((1, 20, 0), (3, 12, 5), (1, 7, 0)):
-        for settings in (
-            {"repetition_penalty": 1.5},
-            {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(30, 96))},
-            {"eos_token_id": list(range(40, 56)), "min_new_tokens": 3},
-        ):
-            check(model, own, prompt(rows, length, padded), max_new_tokens=24, **settings)
-    # Two numbers of rows, three kinds of steps.
-    assert (own.counters.captures, own.counters.replays) == (6, 3)
+    own = Generate(draft=noisy(model), draft_tokens=2)
+    settings = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 3}
+    settings |= {"suppress_tokens": list(range(60, 96)), "eos_token_id": list(range(8))}
+    for rows, length, padded in ((3, 12, 5), (1, 20, 0), (3, 7, 0)):
+        check(model, own, prompt(rows, length, padded), max_new_tokens=12, **settings)
+    assert (own.counters.captures, own.counters.replays) == (2, 1)
 
 
 def test_drafts_that_are_all_accepted_or_refused(llama: Any) -> None:
@@ -790,9 +810,9 @@ def test_a_draft_with_another_vocabulary_is_refused(llama: Any) -> None:
         llama.generate(**prompt(), max_new_tokens=4, custom_generate=own)
 
 
-@pytest.mark.parametrize("name", ["t5", "mamba"])
+@pytest.mark.parametrize("name", ["t5", "mamba", "longrope"])
 def test_models_without_drafts(name: str) -> None:
-    """States that cannot go back, and encoders: the loop of ``generate``, counted."""
+    """Encoders, states that cannot go back, frequencies of the last of several tokens."""
     model = build(name)
     own = Generate(draft=copy.deepcopy(model))
     check(model, own, prompt(), max_new_tokens=6)
