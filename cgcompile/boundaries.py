@@ -253,6 +253,13 @@ class Boundaries:
         for table in self._tables:
             yield from table
 
+    def are_met_by(self, other: "Boundaries") -> bool:
+        """Return whether captured pieces of a graph that ``other`` split call none of these."""
+        # Compiled code may call the aten ops of a function that the graph does not name.
+        own = all("::" in n and "*" not in n and not n.startswith("aten::") for n in self.declared)
+        entries = [*other]
+        return own and all(entry in entries for entry in self)
+
     def without_builtin(self) -> "Boundaries":
         """Return a registry with only the user's entries."""
         users = copy(self)

@@ -114,6 +114,8 @@ class SegmentRecorder(Breaker):
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._touched = TouchedMemory(pool.device.tensor_type)
+        # Boundaries of compiled pieces, by identity, and whether none of ours is in such a piece.
+        self._met: dict[int, tuple[Boundaries, bool]] = {}
         self._copied: dict[int, tuple[list[raw_memory.StorageLife], str]] = {}  # by bridge
         self._host_results: dict[int, list[SameOnHost]] = {}  # by address
         self._originals: list[Original] = []  # copied results, until the program drops them
@@ -274,6 +276,13 @@ class SegmentRecorder(Breaker):
             if address(leaf) in self._copied:
                 lives, name = self._copied[address(leaf)]
                 self._writes.append((lives, str(op), name))
+
+    def passes_over(self, inputs: Sequence[Any], boundaries: Boundaries) -> bool:
+        if not self.is_full:  # breaks leave memory whose use is noted
+            return False
+        if id(boundaries) not in self._met:
+            self._met[id(boundaries)] = boundaries, self._boundaries.are_met_by(boundaries)
+        return self._met[id(boundaries)][1] and self._touched.passes_over(inputs)
 
     def on_splitting_op(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

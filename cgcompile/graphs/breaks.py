@@ -15,7 +15,7 @@ keeps, such as a cache, exists twice; where either is written, the other is stal
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -183,6 +183,10 @@ class Breaker:
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note an op that is no splitting op, before it is called."""
 
+    def passes_over(self, inputs: Sequence[Any], boundaries: Boundaries) -> bool:
+        """Return whether ops of a compiled piece need no look; note its inputs then."""
+        return False
+
     def run_eager(
         self,
         name: str,
@@ -228,6 +232,9 @@ class BreakMode(torch_ops.DispatchMode):
             raise CaptureError.mode_in_between(found=type(top).__name__)
         self._on = False
         super().switch_off()
+
+    def passes_over(self, inputs: Sequence[Any], boundaries: Boundaries) -> bool:
+        return self._on and self._breaker.passes_over(inputs, boundaries)
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self._kept_by_torch

@@ -469,23 +469,10 @@ class TouchedMemory(_EachOp):
         self.note(args, kwargs)
         return super().on_call(func, args, kwargs)
 
-    @staticmethod
-    def by_arguments(run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run``, whose ops touch the memory of its arguments and no other."""
-
-        # Noted at once: an op under a dispatch mode takes 20 us and more on the host.
-        def noted(*inputs: Any) -> Any:
-            mode = torch_ops.top_mode()
-            if type(mode) is not TouchedMemory:
-                return run(*inputs)
-            mode._note(filter(_is_dense, inputs))
-            mode.switch_off()
-            try:
-                return run(*inputs)
-            finally:
-                mode.switch_on()
-
-        return noted
+    def passes_over(self, inputs: Sequence[Any], boundaries: Any = None) -> bool:
+        """Note the memory of the inputs of a compiled piece, whose ops touch no other."""
+        self._note(filter(_is_dense, inputs))
+        return True
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the memory of the tensors among the arguments of an op."""

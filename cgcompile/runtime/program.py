@@ -43,7 +43,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.context import unreadable_context
 from cgcompile.errors import PieceCompileError
 from cgcompile.graphs.arena import dense_order, moved, rows_apart
-from cgcompile.graphs.capture import TouchedMemory, inside_capture
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import (
@@ -452,12 +452,24 @@ def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
     return checked
 
 
-def _noting_memory(piece: Piece, run: Runnable) -> Runnable:
-    """Return ``run`` for a FULL capture, which holds the memory that its ops touch."""
-    # What ops of torch read and write in a captured piece is an input of the piece, or its own.
+def _passed_over(piece: Piece, run: Runnable, boundaries: Boundaries) -> Runnable:
+    """Return ``run`` for a FULL capture, which looks at ops for memory that they touch."""
+    # What ops of torch read and write in a captured piece is an input of the piece, or its own; an
+    # op under a dispatch mode takes 20 us and more on the host.
     if not piece.capture or _calls_users_code(piece.module):
         return run
-    return TouchedMemory.by_arguments(run)
+
+    def passed_over(*inputs: Any) -> Any:
+        mode = torch_ops.top_mode()
+        if not (isinstance(mode, torch_ops.DispatchMode) and mode.passes_over(inputs, boundaries)):
+            return run(*inputs)
+        mode.switch_off()
+        try:
+            return run(*inputs)
+        finally:
+            mode.switch_on()
+
+    return passed_over
 
 
 def _label(piece: Piece) -> str:
@@ -660,18 +672,19 @@ class Program:
         return TracedOutputs(self.split)
 
     @cached_property
-    def _noting(self) -> list[Runnable]:
-        return list(map(_noting_memory, self.split.pieces, self.runnables))
+    def _inside(self) -> list[Runnable]:
+        pairs = zip(self.split.pieces, self.runnables, strict=True)
+        return [_passed_over(piece, run, self.boundaries) for piece, run in pairs]
 
     @cached_property
     def run_in_capture(self) -> Callable[..., Any]:
         """The step, for a capture by other code."""
-        return self.step.bind(self._noting)
+        return self.step.bind(self._inside)
 
     @cached_property
     def run_full(self) -> Callable[..., Any]:
         """The step, for a FULL capture; compared as a warming step is."""
-        return self.traced.comparing_step(self.step, self._noting, self.run_in_capture)
+        return self.traced.comparing_step(self.step, self._inside, self.run_in_capture)
 
     @cached_property
     def labels(self) -> dict[int, str]:

@@ -15,7 +15,7 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -405,6 +405,13 @@ class DispatchMode(TorchDispatchMode):
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call; the mode is off inside."""
         raise NotImplementedError
+
+    def passes_over(self, inputs: Sequence[Any], boundaries: Any) -> bool:
+        """Return whether it may be off in a compiled piece of torch's ops; note the inputs.
+
+        ``boundaries`` are those where its graph was split.
+        """
+        return False
 
     def switch_on(self) -> None:
         self.__enter__()

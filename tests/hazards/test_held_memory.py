@@ -27,6 +27,7 @@ from torch import nn
 import cgcompile
 from cgcompile import CUDAGraphMode
 from cgcompile.errors import AddressChangedError
+from cgcompile.graphs.breaks import BreakMode
 from cgcompile.graphs.capture import TouchedMemory
 from cgcompile.torch_compat import raw_memory
 
@@ -186,7 +187,7 @@ def test_a_tensor_that_a_boundary_returned_is_held(name: str, device: str) -> No
             served.step(x)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*COMPILED, "CudaGraphManager"])
 def test_ops_of_compiled_pieces_are_not_looked_at_one_by_one(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,23 +201,41 @@ def test_ops_of_compiled_pieces_are_not_looked_at_one_by_one(
 
     def counted(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
         seen.append(op)
-        return on_call(mode, op, args, kwargs)
+        return on_call[type(mode)](mode, op, args, kwargs)
 
-    on_call = TouchedMemory.on_call
-    monkeypatch.setattr(TouchedMemory, "on_call", counted)
+    on_call = {kind: kind.on_call for kind in (TouchedMemory, BreakMode)}
+    for kind in on_call:
+        monkeypatch.setattr(kind, "on_call", counted)
     REGISTRY["table"] = torch.randn(WIDTH, device=device)
     op = cgcompile.SplittingOp(
         "held_memory::add_table", support=cgcompile.AttentionCGSupport.ALWAYS
     )
-    model = Doubles()
-    served = front_end(name, model, device, splitting_ops=(op,))
+    model: Any = Doubles()
+    behind = model
+    if name not in COMPILED:
+        config = settings(device, splitting_ops=(op,))
+        behind = cgcompile.compile(model, config, guards="none", dynamic_dims={"x": 0})
+        more: dict[str, Any] = {}
+        with torch.inference_mode():
+            behind(torch.zeros(ROWS, WIDTH, device=device))
+    else:
+        more = {"splitting_ops": (op,)}
+    served = front_end(name, behind, device, **more)
     x = torch.randn(ROWS, WIDTH, device=device)
     with torch.inference_mode(), context(ROWS, FULL, {}):
         for _ in range(3):
             x.copy_(torch.randn(ROWS, WIDTH))
             torch.testing.assert_close(served.step(x), model(x))
-    assert served.counters().replays == 1
-    assert seen == [torch.ops.held_memory.add_table.default, torch.ops.aten.add.Tensor]
+    assert served.counters().replays >= 1
+    of_table = [torch.ops.held_memory.add_table.default, torch.ops.aten.add.Tensor]
+    assert of_table[0] in seen
+    assert torch.ops.aten.mul.Tensor not in seen
+    assert torch.ops.aten.exp.default not in seen
+    if name in COMPILED:
+        assert seen == of_table
+    REGISTRY["table"] = torch.randn(WIDTH, device=device)
+    with torch.inference_mode(), context(ROWS, FULL, {}), pytest.raises(AddressChangedError):
+        served.step(x)
 
 
 @pytest.mark.parametrize("build", HOLDERS)
