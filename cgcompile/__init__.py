@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cgcompile import debug as debug
     from cgcompile.backend import Backend, runtime
     from cgcompile.boundaries import AttentionCGSupport, SplittingOp
-    from cgcompile.compile import compile
+    from cgcompile.compile import compile, load
     from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
     from cgcompile.context import (
         BatchDescriptor,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
     from cgcompile.loops import loop
     from cgcompile.reasons import Reason
-    from cgcompile.saved import load
     from cgcompile.serving import CudaGraphManager
     from cgcompile.tracing.dynamic_dims import DynamicDim
     from cgcompile.version import __version__
@@ -87,7 +86,7 @@ if not TYPE_CHECKING:
         {
             "backend": "Backend runtime",
             "boundaries": "AttentionCGSupport SplittingOp",
-            "compile": "compile",
+            "compile": "compile load",
             "config": "CompilationConfig CompilationMode CUDAGraphMode",
             "context": (
                 "BatchDescriptor ForwardContext get_forward_context is_forward_context_available "
@@ -108,7 +107,6 @@ if not TYPE_CHECKING:
             "graphs.wrapper": "CUDAGraphOptions CUDAGraphWrapper",
             "loops": "loop",
             "reasons": "Reason",
-            "saved": "load",
             "serving.manager": "CudaGraphManager",
             "tracing.dynamic_dims": "DynamicDim",
             "version": "__version__",

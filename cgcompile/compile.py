@@ -6,9 +6,11 @@ dimensions are marked, and a user chooses what is checked at each call.
 """
 
 import functools
+import os
 import types
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from torch.compiler import is_dynamo_compiling
 
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.errors import ConfigError
+from cgcompile.errors import ConfigError, SavedModelError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.reads import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.pieces.cache import trusted_bytes, write_trusted
 from cgcompile.runtime.fast_path import NOT_SERVED
 from cgcompile.settings import checked, checked_but
 from cgcompile.tracing.trace_cache import GUARDS, SHAPES, CompiledTrace, Rules, Traces
@@ -237,6 +240,31 @@ class CompiledModel(Transparent):
         if self._traces is not None:
             self._traces.is_closed = True
 
+    def save(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Trace a call of the model, compile it, and write both to a file for :func:`load`.
+
+        Args:
+            path: the file; its folder must be writable by its owner alone.
+            *args, **kwargs: a call of the model. It is traced, also if a trace serves it.
+
+        Raises:
+            SavedModelError: a part of it cannot be saved; nothing was written.
+            TraceError: the call does not become one graph.
+        """
+        from cgcompile.saved import TraceSaver
+
+        if self._traces is None or self.trace_arguments[1] != Rules("none"):
+            raise SavedModelError.unsaved(
+                what="the model", because="it is not compiled with guards='none'."
+            )
+        saver = TraceSaver(self.backend, (args, kwargs))
+        with self.backend.saving(saver.entries):
+            self._traces.save(args, kwargs, saver)
+        try:
+            write_trusted(Path(path), saver.data(self.trace_arguments))
+        except PermissionError as error:
+            raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+
     @checked
     def invalidate(self, reason: str) -> None:
         """Drop all traces and graphs: something that no guard checks has changed.
@@ -260,3 +288,47 @@ def _untraced(model: Any, config: CompilationConfig) -> Callable[..., Any] | Non
     full = config.cudagraph_mode.has_mode(CUDAGraphMode.FULL)
     # In mode FULL it has no breaks; it raises for splitting ops that must not be in a graph.
     return BreakableCUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model
+
+
+def load(path: str | os.PathLike[str], model: Any) -> Any:
+    """Load a model that :meth:`CompiledModel.save`, or ``aot_compile`` of torch, has saved.
+
+    Loading runs code from the file, as any pickle does. The file and its folder must be owned by
+    the current user or by root, and writable by their owner alone; this is checked before a byte is
+    read.
+
+    Args:
+        path: the file.
+        model: the module, bound method or function that was compiled. Its weights are used; they
+            must have the names, shapes and dtypes of those at the time of saving.
+
+    Returns:
+        Of :meth:`CompiledModel.save` a :class:`CompiledModel`, which traces other calls unless it
+        is frozen. Of ``aot_compile`` a :class:`cgcompile.saved.LoadedModel`, which raises for them.
+
+    Raises:
+        SavedModelError: the file is not trusted or damaged, or what the model depends on has
+            changed: the source of a function that was traced, a global that it read, a version, the
+            hardware, a weight.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> cgcompile.load("model.saved", nn.Linear(8, 8))  # docs/howto/saved has a whole program
+        Traceback (most recent call last):
+            ...
+        FileNotFoundError: [Errno 2] No such file or directory: 'model.saved'
+    """
+    from cgcompile import saved
+
+    path = Path(path)
+    try:
+        data = trusted_bytes(path)
+    except PermissionError as error:
+        raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+    if not saved.is_trace(data):
+        return saved.load_function(data, path, model)
+    trace = saved.LoadedTrace(data, str(path))
+    dims, rules = trace.arguments
+    compiled = CompiledModel(model, trace.backend, dims, rules)
+    trace.add_to(compiled._traces)
+    return compiled

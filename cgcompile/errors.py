@@ -409,6 +409,9 @@ class SavedModelError(CGCompileError, RuntimeError):
     changed = Template("""
         the saved model does not fit: {what} is {found}; it was {before} when it was saved.
         Save it again, or restore what has changed.""")
+    edited = Template("""
+        the saved model does not fit: {what} has changed since it was saved.
+        Save it again, or restore what has changed.""")
     other_call = Template("""
         the saved model has no trace for this call: {why}.
         Nothing is traced again. Call it as when it was saved, in the same grad mode, or save it \

@@ -14,7 +14,6 @@ inputs). What torch drops or does not compare is a fact.
 
 import functools
 import json
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,15 +31,16 @@ from cgcompile.config import CompilationMode, CUDAGraphMode
 from cgcompile.errors import SavedModelError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.graphs.reads import Transparent
-from cgcompile.passes.nodes import dotted_source, dtype_text, tensors, value
+from cgcompile.passes.nodes import changes_layout, dotted_source, dtype_text, tensors, value
 from cgcompile.passes.split import split_data
-from cgcompile.pieces.cache import Entry, packed, parsed, trusted_bytes
+from cgcompile.pieces.cache import MAGIC, Entry, packed, parsed
 from cgcompile.torch_compat import aot, dynamo, inductor, torch_settings
 from cgcompile.version import __version__
 
 # How the names of facts begin; the rest of a name is where the fact is read.
-_SOURCE, _METHOD, _GLOBAL = "the source of ", "the method ", "the global "
+_SOURCE, _METHOD = "the source of ", "the method "
 _HARDWARE, _WEIGHT, _CLOSURE = "the hardware of ", "the weight ", "the variable of its closure "
+_VALUE, _SETTINGS = "the value ", "the settings of torch"
 _OF_THE_CALLED = (_WEIGHT, _CLOSURE)  # torch passes no model to its loader
 _MISSING = "missing"
 
@@ -79,11 +79,7 @@ class SavedGraph:
         entries: dict[str, Entry] = {}
         with without_garbage_collection(), backend.saving(entries), _restarting_nothing():
             run = backend.compile_graph(gm, inputs)
-        notes = {
-            "grad": f"{torch.is_grad_enabled():d} {torch.is_inference_mode_enabled():d}",
-            "sizes": "\n".join(aot.size_guards(dynamo.current_shape_env())),
-            "split": "\n".join(_split_rows(run)),
-        }
+        notes = _notes(run, dynamo.current_shape_env())
         payload = pickle.dumps((settings, graph, entries))
         return cls(run, backend, packed("graph", "0", payload, facts, notes))
 
@@ -99,19 +95,12 @@ class SavedGraph:
         Raises:
             SavedModelError: the bytes are damaged, or something has changed since they were made.
         """
-        try:
-            entry = parsed(data)
-        except ValueError as error:
-            raise SavedModelError.damaged(path="the saved model", reason=str(error)) from None
-        now = _present_facts(entry.facts)
-        for name, before in entry.facts.items():
-            if not name.startswith(_OF_THE_CALLED):
-                _compare(name, before, now.get(name, _MISSING))
+        entry = _entry(data, "the saved model")
+        _compare_facts(entry.facts)
         settings, graph, entries = pickle.loads(entry.payload)
         backend = pickle.loads(settings)
-        grad, inference = map(int, entry.notes["grad"].split())
-        with torch.inference_mode(bool(inference)), torch.set_grad_enabled(bool(grad)):
-            run = _compiled(backend, graph, entries, entry.notes)
+        with _grad_mode(entry.notes):
+            run, _ = _compiled(backend, graph, entries, entry.notes)
         return cls(run, backend, data)
 
     def check_called(self, function: Any, owner: Any) -> None:
@@ -125,21 +114,62 @@ class SavedGraph:
 
 
 def _compiled(
-    backend: Any, graph: bytes, entries: dict[str, Entry], notes: Mapping[str, str]
-) -> Callable[..., Any]:
-    """Compile a graph that was loaded; raise SavedModelError if it becomes another one."""
+    backend: Any, graph: bytes, entries: dict[str, Entry], notes: Mapping[str, str], frozen: int = 0
+) -> tuple[Callable[..., Any], bool]:
+    """Return a graph that was loaded, compiled, and whether it changes layouts of tensors.
+
+    Raises:
+        SavedModelError: it has become another one.
+    """
     gm, fake_mode = aot.graph_of(graph)
+    changes_layouts = any(map(changes_layout, gm.graph.nodes))
     # Tensors that are loaded have guards on their memory, which no compiler adds.
     known = {*notes["sizes"].splitlines(), *aot.size_guards(fake_mode.shape_env)}
     inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
     with aot.compiling(fake_mode), backend.saving(entries):
-        run: Callable[..., Any] = backend.compile_graph(gm, inputs)
+        run: Callable[..., Any] = backend.compile_graph(gm, inputs, frozen=frozen)
     new = sorted({*aot.size_guards(fake_mode.shape_env)} - known)
     _compare("what compilers assume of sizes besides", "nothing", ", ".join(new) or "nothing")
     rows = zip_longest(notes["split"].splitlines(), _split_rows(run), fillvalue=_MISSING)
     for before, now in rows:
         _compare("a piece of the split", before, now)
-    return run
+    return run, changes_layouts
+
+
+def _notes(run: Any, shape_env: Any) -> dict[str, str]:
+    """Return what the graph of a load is compared with, and the grad mode to compile it in."""
+    return {
+        "grad": f"{torch.is_grad_enabled():d} {torch.is_inference_mode_enabled():d}",
+        "sizes": "\n".join(aot.size_guards(shape_env)),
+        "split": "\n".join(_split_rows(run)),
+    }
+
+
+@contextmanager
+def _grad_mode(notes: Mapping[str, str]) -> Iterator[None]:
+    """Enter the grad mode in which a graph was compiled."""
+    grad, inference = map(int, notes["grad"].split())
+    with torch.inference_mode(bool(inference)), torch.set_grad_enabled(bool(grad)):
+        yield
+
+
+def _entry(data: bytes, path: str) -> Entry:
+    try:
+        return parsed(data)
+    except ValueError as error:
+        raise SavedModelError.damaged(path=path, reason=str(error)) from None
+
+
+def _compare_facts(facts: Mapping[str, str]) -> None:
+    """Raise SavedModelError for the first fact that is another one now; without those of locals."""
+    now = _present_facts(facts)
+    for name, before in facts.items():
+        if name.startswith(_VALUE):
+            expression = name.removeprefix(_VALUE)
+            if "L[" not in expression:
+                _compare(_VALUE + aot.readable(expression), before, aot.value_at(expression))
+        elif not name.startswith(_OF_THE_CALLED):
+            _compare(name, before, now.get(name, _MISSING))
 
 
 def _split_rows(run: Any) -> list[str]:
@@ -198,7 +228,7 @@ def _facts(gm: fx.GraphModule, trace: dynamo.Traced) -> dict[str, str]:
     facts[_HARDWARE + devices] = _hardware(devices)
     facts |= {_SOURCE + where: digest for where, digest in aot.sources(trace).items()}
     facts |= {_METHOD + where: digest for where, digest in aot.live_code(trace).items()}
-    facts |= {_GLOBAL + where: text for where, text in aot.globals_read(trace).items()}
+    facts |= {_VALUE + where: text for where, text in aot.values_read(trace).items()}
     facts |= {_CLOSURE + name: text for name, text in aot.closure(trace.function).items()}
     for node in gm.graph.find_nodes(op="placeholder"):
         name = dotted_source(node)
@@ -210,7 +240,8 @@ def _facts(gm: fx.GraphModule, trace: dynamo.Traced) -> dict[str, str]:
 def _present_facts(facts: Mapping[str, str]) -> dict[str, str]:
     """Return the present text of facts, without those of what is called; _MISSING is left out."""
     present = {"cgcompile": __version__, **inductor.versions()}
-    texts = {_METHOD: aot.live_digest, _GLOBAL: aot.global_text, _HARDWARE: _hardware}
+    present[_SETTINGS] = str(torch_settings.trace_settings())
+    texts = {_METHOD: aot.live_digest, _HARDWARE: _hardware}
     for kind, text_of in texts.items():
         for name in [name for name in facts if name.startswith(kind)]:
             text = text_of(name.removeprefix(kind))
@@ -240,11 +271,97 @@ def _tensor_text(tensor: Any) -> str:
 
 
 def _compare(what: str, before: str, now: str) -> None:
+    if now != before and now != _MISSING and what.startswith((_SOURCE, _METHOD)):
+        raise SavedModelError.edited(what=what)
     if now != before:
         raise SavedModelError.changed(what=what, found=now, before=before)
 
 
-# ---------------------------------------------------------------- load
+# ---------------------------------------------------------------- traces of cgcompile.compile
+
+
+class TraceSaver:
+    """Collects what a trace of :func:`cgcompile.compile` is made of, while it is made."""
+
+    def __init__(self, backend: Any, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._backend = backend
+        self._settings = _settings_bytes(backend)
+        with _unsaved("the call"):
+            self._call = aot.call_bytes(*call)
+        self.entries: dict[str, Entry] = {}
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call as a load makes it."""
+        return aot.call_of(self._call)
+
+    def begin(self, trace: dynamo.Trace, names: dict[str, Any], arguments: list[str]) -> None:
+        """Take the graph as it was traced, with its locals, and the paths of the arguments."""
+        if trace.graph is None or trace.function_modes:
+            because = "it has torch function modes." if trace.graph else "it has no tensor ops."
+            raise SavedModelError.unsaved(what="the trace", because=because)
+        with _unsaved("the graph"):
+            self._graph = aot.graph_bytes(trace.graph)  # as it is now: compiling changes it
+        with _unsaved("the code that was traced"):
+            self._facts = _facts(trace.graph, trace.ahead)
+        self._facts[_SETTINGS] = str(torch_settings.trace_settings())
+        values = aot.values_read(trace.ahead, names, arguments)
+        values |= {path: aot.value_at(path, names) for path, _ in trace.frozen if "L[" in path}
+        self._facts |= {_VALUE + path: text for path, text in values.items()}
+
+    def end(self, trace: dynamo.Trace, compiled: Any, sizes: Any) -> None:
+        """Take what is known after the graph was compiled."""
+        self._notes = _notes(compiled, trace.shape_env)
+        with _unsaved("the Python around the graph"):
+            self._trace = aot.SavedTrace.of(trace, sizes)
+
+    def data(self, arguments: Any) -> bytes:
+        """Return the bytes of the trace; ``arguments`` are those of :func:`cgcompile.compile`."""
+        with _unsaved("the arguments of cgcompile.compile()"):
+            pickle.dumps(arguments)
+        parts = (self._settings, arguments, self._graph, self.entries, self._trace, self._call)
+        return packed("trace", "0", pickle.dumps(parts), self._facts, self._notes)
+
+
+class LoadedTrace:
+    """A trace in bytes of :class:`TraceSaver`, of which all facts but those of the model hold.
+
+    Attributes:
+        backend: the handle, with the settings of the model that was saved.
+        arguments: those of :func:`cgcompile.compile`.
+        call: the arguments of the traced call; tensors have any numbers.
+    """
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self._entry = _entry(data, path)
+        _compare_facts(self._entry.facts)
+        settings, self.arguments, self._graph, self._entries, self._trace, call = pickle.loads(
+            self._entry.payload
+        )
+        self.backend = pickle.loads(settings)
+        self.call = aot.call_of(call)
+
+    def add_to(self, traces: Any) -> None:
+        """Compile the trace, and add it to those of a model; raise SavedModelError."""
+        names = traces.locals_of(self.call)
+        for name, before in self._entry.facts.items():
+            expression = name.removeprefix(_VALUE)
+            if name.startswith(_VALUE) and "L[" in expression:
+                now = aot.value_at(expression, names)
+                _compare(_VALUE + aot.readable(expression), before, now)
+        with _grad_mode(self._entry.notes):
+            traces.load(self._trace, self.call, self._compile)
+
+    def _compile(self) -> tuple[Callable[..., Any], bool]:
+        frozen = len(self._trace.frozen)
+        return _compiled(self.backend, self._graph, self._entries, self._entry.notes, frozen)
+
+
+def is_trace(data: bytes) -> bool:
+    """Return whether bytes are those of a :class:`TraceSaver`, not of torch."""
+    return data.startswith(MAGIC)
+
+
+# ---------------------------------------------------------------- functions of aot_compile
 
 
 class LoadedModel(Transparent):
@@ -274,41 +391,10 @@ class LoadedModel(Transparent):
             raise SavedModelError.other_call(why=why) from None
 
 
-def load(path: str | os.PathLike[str], model: Any) -> LoadedModel:
-    """Load a function that ``aot_compile`` and ``save_compiled_function`` of torch have saved.
-
-    Loading runs code from the file, as any pickle does. The file and its folder must be owned by
-    the current user or by root, and writable by their owner alone; this is checked before a byte is
-    read.
-
-    Args:
-        path: the file.
-        model: the module, bound method or function that was compiled. Its weights are used; they
-            must have the names, shapes and dtypes of those at the time of saving.
-
-    Returns:
-        A :class:`cgcompile.saved.LoadedModel`. A call that the trace does not serve raises: nothing
-        is traced again.
-
-    Raises:
-        SavedModelError: the file is not trusted or damaged, or what the model depends on has
-            changed: the source of a function that was traced, a global that it read, a version, the
-            hardware, a weight.
-        OSError: the file cannot be read.
-
-    Example:
-        >>> cgcompile.load("model.saved", nn.Linear(8, 8))  # docs/howto/saved has a whole program
-        Traceback (most recent call last):
-            ...
-        FileNotFoundError: [Errno 2] No such file or directory: 'model.saved'
-    """
-    path = Path(path)
+def load_function(data: bytes, path: Path, model: Any) -> LoadedModel:
+    """Return the function of ``aot_compile`` in these bytes, with its module bound."""
     called = model.__call__ if isinstance(model, torch.nn.Module) else model
     function, owner = dynamo.traced_function(called)
-    try:
-        data = trusted_bytes(path)
-    except PermissionError as error:
-        raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
     try:
         run, graph = aot.load_function(data, function.__globals__)
     except SavedModelError:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPAT = sorted((ROOT / "cgcompile" / "torch_compat").glob("*.py"))
 OTHERS = sorted({*ROOT.glob("cgcompile/**/*.py"), *ROOT.glob("passes/*.py")} - {*COMPAT})
 UNDOCUMENTED = ("torch.fx.experimental", "functorch")
-PYTHONS = {"_getframe", "_shadowed_dict_from_mro_tuple"}  # of the standard library
+PYTHONS = {"_fields", "_getframe", "_shadowed_dict_from_mro_tuple"}  # of the standard library
 # Modules by the names under which the package speaks of them.
 ALIASES = {
     "forward_ad": "torch.autograd.forward_ad",

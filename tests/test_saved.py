@@ -277,7 +277,7 @@ def test_generated_methods_are_compared(folder: Path, monkeypatch: pytest.Monkey
         self.first, self.second = second, first
 
     monkeypatch.setattr(Pair, "__init__", swapped)
-    with pytest.raises(SavedModelError, match=r"Pair\.__init__ is"):
+    with pytest.raises(SavedModelError, match=r"Pair\.__init__ has changed"):
         cgcompile.load(folder / "model", makes_a_pair)
 
 
@@ -464,3 +464,180 @@ def test_what_cannot_be_saved(folder: Path, module: ModuleType) -> None:
     rows.append(f"a function mode: {shown(caught.value)}")
     assert_snapshot("unsaved_models", "\n".join(rows))
     assert not [*folder.iterdir()]
+
+
+# ---------------------------------------------------------------- traces of cgcompile.compile
+
+LOAD_TRACE = """
+import sys
+import torch
+import cgcompile
+from cgcompile.torch_compat import dynamo
+from model import Model
+
+def no_trace(*_, **__):
+    raise AssertionError("Dynamo traces")
+
+dynamo.trace_call = no_trace
+model, eager = Model().eval(), Model().eval()
+for each in (model, eager):
+    each.load_state_dict(torch.load("own/weights.pt"))
+loaded = cgcompile.load("own/model", model)
+with torch.inference_mode():
+    for rows in (6, 6, 6, 6, 9, 9, 9):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(loaded(x), eager(x))
+assert model.calls == eager.calls == 7
+print(loaded.backend.counters.replays, loaded.backend.graphs[0].compilation.loaded)
+"""
+SAVE_TRACE = """
+import sys
+import torch
+import cgcompile
+from model import Model
+
+model = Model().eval()
+settings = {"capture_device": "host", "compiler": sys.argv[1], "cache_dir": "cache"}
+compiled = cgcompile.compile(model, dynamic_dims={"x": 0}, guards="none", **settings)
+with torch.inference_mode():
+    compiled.save("own/model", torch.randn(6, 8))
+torch.save(model.state_dict(), "own/weights.pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_saved_trace_replays_in_another_process(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    run_here(SAVE_TRACE, tmp_path, "inductor")
+    for entry in (tmp_path / "cache").glob("*.cgc"):
+        entry.unlink()
+    assert run_here(LOAD_TRACE, tmp_path) == [3, 3]
+
+
+def compiled_of(called: Any, guards: str = "none", **settings: Any) -> Any:
+    dims = {"x": 0}
+    return cgcompile.compile(called, dynamic_dims=dims, guards=guards, **{**EAGER, **settings})
+
+
+def test_a_saved_trace_serves_other_weights_and_sizes(folder: Path, module: ModuleType) -> None:
+    compiled_of(module.Model().eval()).save(folder / "model", torch.randn(6, 8))
+    model, eager = module.Model().eval(), module.Model().eval()
+    eager.load_state_dict(model.state_dict())
+    loaded = cgcompile.load(folder / "model", model)
+    loaded.freeze()
+    assert replays(loaded, eager, (6, 8), (6, 8), (6, 8), (9, 8), (9, 8), (9, 8)) == 2
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+        eager.load_state_dict(model.state_dict())
+    assert replays(loaded, eager, (6, 8), (9, 8)) == 4
+    with pytest.raises(cgcompile.CGCompileError, match="no trace is for arguments like"):
+        loaded(torch.randn(6, 8, dtype=torch.float64))
+
+
+def test_a_model_that_is_saved_keeps_its_traces(folder: Path, module: ModuleType) -> None:
+    model, eager = module.Model().eval(), module.Model().eval()
+    eager.load_state_dict(model.state_dict())
+    compiled = compiled_of(model)
+    assert replays(compiled, eager, *[(6, 8)] * 3) == 1
+    traces = compiled.traces
+    compiled.save(folder / "model", torch.randn(4, 8))
+    assert compiled.traces == traces
+    assert replays(compiled, eager, *[(6, 8)] * 2) == 3
+
+
+def test_numbers_and_keywords_of_a_call_are_saved(folder: Path) -> None:
+    def scaled(x: torch.Tensor, *, pair: Any, scale: float = 1.0) -> torch.Tensor:
+        return (x * scale + pair[0]["a"]) * pair[1]
+
+    a = torch.randn(8)
+    compiled_of(scaled).save(folder / "model", torch.randn(6, 8), pair=({"a": a}, 2), scale=0.5)
+    loaded = cgcompile.load(folder / "model", scaled)
+    loaded.freeze()
+    for _ in range(3):
+        x, a = torch.randn(7, 8), torch.randn(8)
+        with torch.no_grad():
+            result = loaded(x, pair=({"a": a}, 2), scale=0.5)
+        torch.testing.assert_close(result, (x * 0.5 + a) * 2)
+    assert loaded.backend.counters.replays == 1
+    with pytest.raises(cgcompile.CGCompileError, match="frozen"):
+        loaded(x, pair=({"a": a}, 3), scale=0.5)
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale, self.table, self.options = 2.0, {"a": 1}, [1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = self.table.get("b", 0) + len(self.options)
+        return self.linear(x) * self.scale + more + os.environ.get("OF_A_TEST", "").count("x")
+
+
+def test_what_a_trace_read_of_its_model_is_compared(folder: Path) -> None:
+    compiled_of(Attributes().eval()).save(folder / "model", torch.randn(6, 8))
+    rows = []
+
+    def hooked(model: Attributes) -> None:
+        model.linear.register_forward_hook(lambda *_: None)
+
+    changes: dict[str, Callable[[Attributes], Any]] = {
+        "an attribute": lambda model: setattr(model, "scale", 3.0),
+        "an item": lambda model: model.table.update(b=2),
+        "a length": lambda model: model.options.append(3),
+        "a hook": hooked,
+        "a layer": lambda model: setattr(model, "linear", nn.Identity()),
+        "a width": lambda model: setattr(model, "linear", nn.Linear(8, 8, bias=False)),
+        "a layout": lambda model: setattr(model.linear.weight, "data", torch.randn(8, 8).t()),
+        "a method": lambda model: setattr(model, "forward", lambda x: x),
+    }
+    for name, change in changes.items():
+        model = Attributes().eval()
+        assert cgcompile.load(folder / "model", model).traces, name
+        change(model)
+        with pytest.raises(SavedModelError) as caught:
+            cgcompile.load(folder / "model", model)
+        rows.append(f"{name}: {shown(caught.value)}")
+    with torch.autocast("cpu"), pytest.raises(SavedModelError) as caught:
+        cgcompile.load(folder / "model", Attributes().eval())
+    rows.append(f"a setting: {shown(caught.value)}")
+    assert_snapshot("saved_traces", "\n".join(rows))
+    assert b"PATH" not in (folder / "model").read_bytes()  # variables that nothing read
+
+
+def test_which_traces_cannot_be_saved(folder: Path, module: ModuleType) -> None:
+    model, x, rows = module.Model().eval(), torch.randn(6, 8), []
+
+    def with_object(x: torch.Tensor, options: Any) -> torch.Tensor:
+        return x * options.factor
+
+    class Options:
+        factor = 2.0
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "guards": lambda: compiled_of(model, "keep").save(folder / "model", x),
+        "an object": lambda: compiled_of(with_object).save(folder / "model", x, Options()),
+        "no ops": lambda: compiled_of(lambda x: 1).save(folder / "model", x),
+    }
+    for name, attempt in attempts.items():
+        with pytest.raises(SavedModelError) as caught:
+            attempt()
+        rows.append(f"{name}: {shown(caught.value)}")
+    assert not [*folder.iterdir()]
+    folder.chmod(0o777)
+    with pytest.raises(SavedModelError, match="its folder"):
+        compiled_of(model).save(folder / "model", x)
+    assert not [*folder.iterdir()]
+    assert_snapshot("unsaved_traces", "\n".join(rows))
+
+
+def test_a_damaged_trace_is_refused(folder: Path, module: ModuleType) -> None:
+    path, model = folder / "model", module.Model().eval()
+    compiled_of(model).save(path, torch.randn(6, 8))
+    assert path.stat().st_mode & 0o777 == 0o600
+    data = path.read_bytes()
+    for damaged in (data[:-1], data[:3000] + b"!" + data[3001:]):
+        path.write_bytes(damaged)
+        with pytest.raises(SavedModelError, match="its checksum is wrong"):
+            cgcompile.load(path, model)

@@ -327,6 +327,21 @@ class Store:
             log.warning("%s", text.encode(errors="backslashreplace").decode())
 
 
+def _trusted_folder(path: Path) -> Store:
+    store = Store(path.absolute().parent)
+    try:
+        with store._opened():
+            return store
+    except _Untrusted as reason:
+        raise PermissionError(f"its folder {store.folder}: {reason}") from None
+
+
+def write_trusted(path: Path, data: bytes) -> None:
+    """Write a file that :func:`trusted_bytes` reads; raises as that."""
+    with _trusted_folder(path)._opened() as folder:
+        _write(path.name, data, folder)
+
+
 def trusted_bytes(path: Path) -> bytes:
     """Return the bytes of a file that was saved; see Note [Trust in a folder].
 
@@ -334,12 +349,7 @@ def trusted_bytes(path: Path) -> bytes:
         PermissionError: another user could have written the file; the text is the reason.
         OSError: it cannot be read.
     """
-    store = Store(path.absolute().parent)
-    try:
-        with store._opened():
-            pass
-    except _Untrusted as reason:
-        raise PermissionError(f"its folder {store.folder}: {reason}") from None
+    store = _trusted_folder(path)
     try:
         return store._read(path.name)
     except FileNotFoundError as error:

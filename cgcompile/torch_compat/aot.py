@@ -8,18 +8,22 @@ marks of those that are static, are written beside a graph.
 """
 
 import ast
+import dataclasses
 import enum
 import hashlib
 import importlib
 import inspect
+import io
+import marshal
+import pickle
 import pkgutil
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -30,20 +34,84 @@ from cgcompile.torch_compat import dynamo
 
 
 def sources(trace: dynamo.Traced) -> dict[str, str]:
-    """Return the digest of each function that a trace read, by "module:name".
+    """Return the digests of each function that a trace read, by "module:name".
 
-    Functions of torch and of the standard library are left out: their versions are compared.
+    They are those of its text, of its code, and of its file. Functions of torch and of the standard
+    library are left out: their versions are compared.
     """
-    digests = {}
+    digests, files = {}, dict[str, _File | None]()
     for code in _own_code(trace):
         module = inspect.getmodule(code)
-        source = None if module is None else _source(module.__name__)
-        if module is not None and source is not None:
-            name = _name(code)
+        if module is None:
+            continue
+        if module.__name__ not in files:
+            files[module.__name__] = _File.of(module.__name__)
+        file = files[module.__name__]
+        if file is not None:
+            own = _hash(_code_text(code))
             # What runs is compared, too: the file may have changed after its import.
-            text = _hash(_function_text(source, name)), _hash(_code_text(code))
-            digests[f"{module.__name__}:{name}"] = " ".join(text)
+            whole = file.digest if own in file.codes else "-"
+            digests[f"{module.__name__}:{_name(code)}"] = f"{file.text(_name(code))} {own} {whole}"
     return digests
+
+
+def sources_now(before: Mapping[str, str]) -> dict[str, str]:
+    """Return the present digests of functions, as :func:`sources` has returned them."""
+    now, files = {}, dict[str, _File | None]()
+    for where, digests in before.items():
+        module, _, name = where.partition(":")
+        _, own, whole = digests.split()
+        if module not in files:
+            files[module] = _File.of(module)
+        file = files[module]
+        if file is None:
+            now[where] = "missing"
+        elif file.digest == whole:
+            now[where] = digests
+        else:
+            now[where] = f"{file.text(name)} {own if own in file.codes else 'other'} {whole}"
+    return now
+
+
+class _File:
+    """The source of a module."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self.digest = source, _hash(source)
+
+    @classmethod
+    def of(cls, module: str) -> "_File | None":
+        """Return the source of a module, which is imported; None without one."""
+        source = _source(module)
+        return None if source is None else cls(source)
+
+    @cached_property
+    def codes(self) -> set[str]:
+        """The digests of the code of all functions."""
+        return {_hash(text) for text in _code_texts(self._source)}
+
+    def text(self, name: str) -> str:
+        """Return the digest of the text of the outermost functions of a name, or of the file."""
+        text = self._texts.get(name.split(".<locals>")[0])
+        return self.digest if text is None else _hash(text)
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        lines, texts = self._source.splitlines(), dict[str, str]()
+        waiting: list[tuple[str, ast.AST]] = [("", ast.parse(self._source))]
+        while waiting:
+            prefix, node = waiting.pop()
+            for child in reversed([*ast.iter_child_nodes(node)]):
+                path = prefix + getattr(child, "name", "")
+                if isinstance(child, ast.ClassDef):
+                    waiting.append((f"{path}.", child))
+                elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    first = min(at.lineno for at in (child, *child.decorator_list))
+                    text = "\n".join(lines[first - 1 : child.end_lineno])
+                    texts[path] = "\n".join(filter(None, [texts.get(path), text]))
+                elif isinstance(child, ast.stmt):
+                    waiting.append((prefix, child))
+        return texts
 
 
 def live_code(trace: dynamo.Traced) -> dict[str, str]:
@@ -75,10 +143,24 @@ def live_digest(path: str) -> str | None:
         method = pkgutil.resolve_name(path)
     except (AttributeError, ImportError, ValueError):  # also a local class
         return None
-    code, defaults = getattr(method, "__code__", None), getattr(method, "__defaults__", None)
-    if code is None:
-        return _value_text(method)
-    return _hash(f"{_code_text(code)} {_value_text(defaults)}")
+    texts = [
+        f"{_code_text(function.__code__)} {_value_text(function.__defaults__)}"
+        for function in _functions_in(method)
+    ]
+    return _hash(" ".join(texts)) if texts else _value_text(method)
+
+
+def _functions_in(method: Any) -> Iterator[types.FunctionType]:
+    """Yield a function, and those that it wraps."""
+    waiting, seen = [method], set[int]()
+    while waiting:
+        function = waiting.pop()
+        if isinstance(function, types.FunctionType) and id(function) not in seen:
+            seen.add(id(function))
+            yield function
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    waiting.append(cell.cell_contents)
 
 
 def _own_code(trace: dynamo.Traced) -> Iterator[types.CodeType]:
@@ -95,8 +177,8 @@ def _method_of(code: types.CodeType) -> str | None:
     for module in [*sys.modules.values()]:
         for kind in [*getattr(module, "__dict__", {}).values()]:
             if issubclass(type(kind), type):  # ``__class__`` may be a warning
-                method = vars(kind).get(code.co_name)
-                if getattr(method, "__code__", None) is code:
+                functions = _functions_in(vars(kind).get(code.co_name))
+                if any(function.__code__ is code for function in functions):
                     return f"{kind.__module__}:{kind.__qualname__}.{code.co_name}"
     return None
 
@@ -111,46 +193,12 @@ def _has_version(module: str) -> bool:
     return package == "torch" or package in sys.stdlib_module_names
 
 
-def sources_now(before: Mapping[str, str]) -> dict[str, str]:
-    """Return the present digests of functions, as :func:`sources` has returned them."""
-    now = {}
-    modules = sorted({where.partition(":")[0] for where in before})
-    for module, source in ((module, _source(module)) for module in modules):
-        codes = set() if source is None else {_hash(text) for text in _code_texts(source)}
-        for where, digest in before.items():
-            of, _, name = where.partition(":")
-            if of == module:
-                text = "missing" if source is None else _hash(_function_text(source, name))
-                code = digest.partition(" ")[2]
-                now[where] = f"{text} {code if code in codes else 'other code'}"
-    return now
-
-
 def _source(module: str) -> str | None:
     """Return the source of a module, which is imported; None without one."""
     try:
         return inspect.getsource(importlib.import_module(module))
     except (ImportError, OSError, TypeError):
         return None
-
-
-def _function_text(source: str, name: str) -> str:
-    """Return the text of the outermost functions of a name; of others the whole source."""
-    lines, (outermost, *_) = source.splitlines(), name.split(".<locals>")
-    texts = []
-    waiting: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
-    while waiting:
-        prefix, node = waiting.pop()
-        for child in ast.iter_child_nodes(node):
-            path = prefix + getattr(child, "name", "")
-            if isinstance(child, ast.ClassDef):
-                waiting.append((f"{path}.", child))
-            elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                waiting.append((prefix, child))
-            elif path == outermost:
-                first = min(at.lineno for at in (child, *child.decorator_list))
-                texts.append("\n".join(lines[first - 1 : child.end_lineno]))
-    return "\n".join(sorted(texts)) or source
 
 
 def _code_texts(source: str) -> Iterator[str]:
@@ -180,53 +228,123 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- globals
+# ---------------------------------------------------------------- values
 
 
-def globals_read(trace: dynamo.Traced) -> dict[str, str]:
-    """Return the text of each global that a trace read, by "module:expression"."""
+# Guards of which the text of a value, without what a container holds, is enough.
+_SHALLOW = (
+    *("TYPE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH"),
+    *("MODULE_MATCH", "NN_MODULE", "ID_MATCH", "TENSOR_MATCH"),
+)
+_COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH")
+# Expressions for the other guards, with the arguments of the guard.
+_EXPRESSIONS = {
+    "DICT_CONTAINS": "{path}.__contains__({key!r})",
+    "DICT_NOT_CONTAINS": "{path}.__contains__({key!r})",
+    "SET_CONTAINS": "{path}.__contains__({item!r})",
+    "SET_NOT_CONTAINS": "{path}.__contains__({item!r})",
+    "HASATTR": "hasattr({path}, {attr!r})",
+    "NOT_PRESENT_IN_GENERIC_DICT": "vars({path}).__contains__({attr!r})",
+    "SEQUENCE_LENGTH": "len({path})",
+    "DICT_KEYS_MATCH": "list({path})",
+    "EMPTY_NN_MODULE_HOOKS_DICT": "list({path})",
+    "DUPLICATE_INPUT": "{path} is {source_b.name}",
+}
+_GLOBAL = re.compile(r"\bG\[('[^']*')\]")
+_NO_OBJECT = "missing"
+
+
+def values_read(
+    trace: dynamo.Traced,
+    names: dict[str, Any] | None = None,
+    but: Collection[str] = (),
+) -> dict[str, str]:
+    """Return the text of what a trace read, by Python expression; see :func:`value_at`.
+
+    Args:
+        trace: the trace.
+        names: its locals ``L``; left out: only globals are read.
+        but: the paths of arguments, which each call compares.
+
+    Raises:
+        ValueError: a value that is part of the trace cannot be read by an expression.
+    """
     read: dict[str, str] = {}
     for guard in trace.output.guards:
-        where = _global(str(guard.name), trace)
-        text = None if where is None else global_text(where)
-        if where is not None and text is not None:
-            read[where] = text
+        expression = _expression(guard, trace)
+        is_local = "L[" in expression
+        if (
+            expression
+            and not (is_local and names is None)
+            and not any(p in expression for p in but)
+        ):
+            text = value_at(expression, names)
+            if text != _NO_OBJECT:
+                read[expression] = text
+            elif guard.create_fn_name() in _COMPARED:
+                raise ValueError(f"{expression} can be read by guards of torch alone.")
     return read
 
 
-def _global(name: str, trace: dynamo.Traced) -> str | None:
-    """Return "module:expression" of the name of a guard; None for others, and for torch's."""
-    if not name.startswith("G["):
-        return None
-    end = name.index("]")
-    first, rest = ast.literal_eval(name[2:end]), name[end + 1 :]
-    if first.startswith("__builtins_dict__"):
-        return None
-    module = trace.modules.get(first)
-    if module is None:
-        module, rest = str(trace.function.__globals__["__name__"]), f".{first}{rest}"
-    return f"{module}:{rest.removeprefix('.')}" if rest else None
-
-
-def global_text(where: str) -> str | None:
-    """Return the text of the value at "module:expression"; None if there is none."""
-    module, _, expression = where.partition(":")
-    joint = "" if expression.startswith("[") else "."
+def _expression(guard: Any, trace: dynamo.Traced) -> str:
+    """Return the expression whose text a guard fixes; "" for what is compared in another way."""
+    path, kind = str(guard.name), guard.create_fn_name()
+    if not path or "__builtins_dict__" in path:
+        return ""
+    arguments = getattr(guard.create_fn, "keywords", {})
     try:
-        value = eval(f"m{joint}{expression}", {"m": importlib.import_module(module)})
-    except Exception:  # properties and items of users
-        return None
-    return _value_text(value)
+        text = _EXPRESSIONS.get(kind, "{path}").format(path=path, **arguments)
+    except (AttributeError, KeyError, IndexError):
+        text = path
+
+    def in_module(match: re.Match[str]) -> str:
+        name = ast.literal_eval(match[1])
+        module = trace.modules.get(name)
+        root = str(trace.function.__globals__["__name__"])
+        return f"vars(M[{root!r}])[{name!r}]" if module is None else f"M[{module!r}]"
+
+    text = _GLOBAL.sub(in_module, text)
+    return f"_shallow({text})" if kind in _SHALLOW else text
+
+
+class _Modules(dict[str, types.ModuleType]):
+    def __missing__(self, name: str) -> types.ModuleType:
+        return importlib.import_module(name)
+
+
+def value_at(expression: str, names: dict[str, Any] | None = None) -> str:
+    """Return the text of an expression of modules ``M``, by name, and of locals ``L``."""
+    scope = {"L": names or {}, "M": _Modules(), "_shallow": _Shallow}
+    try:
+        value = eval(expression, scope)
+    except Exception:  # properties and items of users; paths that guards alone can read
+        return _NO_OBJECT
+    if isinstance(value, _Shallow):
+        return _value_text(value.value, deep=False)
+    text = _value_text(value)
+    return text if len(text) <= _LONGEST else f"{type(value).__qualname__} {_hash(text)}"
+
+
+class _Shallow(NamedTuple):
+    value: Any
+
+
+def readable(expression: str) -> str:
+    """Return an expression in the form that a user would write."""
+    text = re.sub(r"^_shallow\((.*)\)$", r"\1", expression)
+    text = re.sub(r"vars\(M\['([^']*)'\]\)\['([^']*)'\]", r"\1.\2", text)
+    text = re.sub(r"\b[LM]\['([^']*)'\]", r"\1", text)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
 
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_DEPTH = 8
+_DEPTH, _LONGEST = 8, 200
 
 
-def _value_text(value: Any, depth: int = 0) -> str:
+def _value_text(value: Any, depth: int = 0, deep: bool = True) -> str:
     """Return the text of a value, which is equal in each process that has this value."""
     if isinstance(value, _PLAIN):
         return repr(value)
@@ -234,16 +352,20 @@ def _value_text(value: Any, depth: int = 0) -> str:
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, torch.Tensor):
-        return f"{kind} {value.dtype} {[*value.shape]} on {value.device}"
+        strided = value.layout is torch.strided and not value.is_contiguous()
+        strides = f" with strides {[*value.stride()]}" if strided else ""
+        return f"{kind} {value.dtype} {[*value.shape]}{strides} on {value.device}"
     items = None
-    if depth < _DEPTH and isinstance(value, Mapping):
+    if deep and depth < _DEPTH and isinstance(value, Mapping):
         items = [f"{_value_text(k, _DEPTH)}: {_value_text(value[k], depth + 1)}" for k in value]
-    elif depth < _DEPTH and isinstance(value, (list, tuple, set, frozenset)):
+    elif deep and depth < _DEPTH and isinstance(value, (list, tuple, set, frozenset)):
         items = [_value_text(item, depth + 1) for item in value]
     if items is not None:
         return f"{kind}({', '.join(sorted(items) if isinstance(value, Set) else items)})"
     name = getattr(value, "__qualname__", None)
-    return f"{kind} {getattr(value, '__module__', '')}.{name}" if name else f"an object {kind}"
+    if name:
+        return f"{kind} {getattr(value, '__module__', '')}.{name}"
+    return f"an object {type(value).__module__}.{kind}"
 
 
 def closure(function: types.FunctionType) -> dict[str, str]:
@@ -333,6 +455,154 @@ def size_guards(shape_env: Any) -> list[str]:
     """Return what a trace, or a compiler, has assumed of sizes."""
     guards = () if shape_env is None else shape_env.guards
     return sorted({str(guard.expr) for guard in guards})
+
+
+# ---------------------------------------------------------------- traces
+
+
+@dataclasses.dataclass
+class SavedTrace:
+    """What a :class:`dynamo.Trace` has beside its graph, as data, for traces with bound weights."""
+
+    code: bytes
+    modules: Mapping[str, str]
+    objects: Mapping[str, str]  # "module:name" of what Dynamo has made a global, by that
+    graph: str | None
+    frozen_paths: tuple[str, ...]
+    sizes: Mapping[str, tuple[int | str, ...]]
+    strides: Mapping[str, tuple[int | str, ...]]
+    offsets: Mapping[str, str]
+    numbers: Mapping[str, str]
+    conditions: list[tuple[str, tuple[str, ...]]]
+    aliases: list[tuple[str, str]]
+    constants: list[str]
+    global_paths: tuple[str, ...]
+    function_modes: bool = False
+    original: Any = None  # the function, in this process
+    frozen: tuple[dynamo.FrozenTensor, ...] = ()
+    global_tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: dynamo.Trace, sizes: Mapping[str, tuple[int | str, ...]]) -> "SavedTrace":
+        """Return the data of a trace; raise ValueError if a part of it has no lasting form."""
+        python, names = trace.python, trace.original.__globals__
+        return cls(
+            marshal.dumps(python.code),
+            dict(python.modules),
+            {name: _path_of(names[name]) for name in sorted(python.installed())},
+            python.graph,
+            tuple(path for path, _ in trace.frozen),
+            sizes,
+            trace.strides,
+            trace.offsets,
+            trace.numbers,
+            trace.size_conditions(),
+            trace.aliases,
+            trace.constants,
+            tuple(trace.global_tensors),
+        )
+
+    def bind(self, function: Any, scope: dict[str, Any]) -> None:
+        """Take the function, and the tensors at the paths, of this process."""
+        modules = {alias: importlib.import_module(name) for alias, name in self.modules.items()}
+        scope = {**scope, "G": {**modules, **scope["G"]}}
+        self.original = function
+        self.frozen = tuple((path, eval(path, dict(scope))) for path in self.frozen_paths)
+        self.global_tensors = {path: eval(path, dict(scope)) for path in self.global_paths}
+
+    @property
+    def python(self) -> dynamo.TracedPython:
+        """The Python around the graph."""
+        objects = {name: pkgutil.resolve_name(path) for name, path in self.objects.items()}
+        return dynamo.TracedPython(marshal.loads(self.code), self.modules, self.graph, objects)
+
+    def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return (condition in Python, its symbols) of what was assumed of sizes."""
+        return self.conditions
+
+    def guards(self, *, sizes_only: bool) -> Any:
+        """Raise: guards of Dynamo are not saved."""
+        raise NotImplementedError
+
+
+def _path_of(value: Any) -> str:
+    """Return "module:name" of a module, class or function; raise ValueError without one."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    with suppress(AttributeError, ImportError, ValueError):
+        if pkgutil.resolve_name(path) is value:
+            return path
+    raise ValueError(f"it reads {_kind(value)}, which has no name in a module.")
+
+
+# ---------------------------------------------------------------- calls
+
+
+def call_bytes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """Return the arguments of a call as bytes: of tensors, all but what is in them.
+
+    Raises:
+        ValueError: an argument that only the same object would equal.
+    """
+    stream = io.BytesIO()
+    pickler = _CallPickler(stream)
+    pickler.dump((args, dict(kwargs)))
+    return stream.getvalue()
+
+
+class _CallPickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self._tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        plain = type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided
+        own = [name for name in vars(obj) if not name.startswith("_dynamo")]
+        if not plain or obj.is_conj() or obj.is_neg() or own:
+            raise ValueError(f"an argument is a {type(obj).__name__} with more than its numbers.")
+        for number, known in enumerate(self._tensors):
+            if known is obj:
+                return number
+        self._tensors.append(obj)
+        form = obj.dtype, obj.device, tuple(obj.shape), obj.stride(), obj.requires_grad
+        return len(self._tensors) - 1, type(obj), form
+
+    def reducer_override(self, obj: Any) -> Any:
+        plain = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice)
+        if isinstance(obj, (*plain, range, complex, type, types.BuiltinFunctionType)):
+            return NotImplemented
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return NotImplemented
+        raise ValueError(f"an argument is {_kind(obj)}, which only the same object equals.")
+
+
+def _kind(value: Any) -> str:
+    return f"an object of class {type(value).__name__}"
+
+
+class _CallUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors: list[torch.Tensor] = []
+
+    def persistent_load(self, key: Any) -> Any:
+        if isinstance(key, int):
+            return self._tensors[key]
+        _, kind, (dtype, device, sizes, strides, requires_grad) = key
+        tensor = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+        if kind is torch.nn.Parameter:
+            tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        self._tensors.append(tensor.requires_grad_(requires_grad))
+        return self._tensors[-1]
+
+
+def call_of(data: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) of the bytes of :func:`call_bytes`, with uninitialised tensors."""
+    call: tuple[tuple[Any, ...], dict[str, Any]] = _CallUnpickler(data).load()
+    return call
 
 
 # ---------------------------------------------------------------- functions

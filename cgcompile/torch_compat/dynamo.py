@@ -454,10 +454,13 @@ def traced_ahead() -> Traced | None:
         frame = frame.f_back
         if frame is None:
             return None
-    capture = frame.f_locals["graph_capture_output"]
     function, _ = traced_function(frame.f_locals["model"])
-    codes = tuple(capture.traced_code)
-    return Traced(capture.output_graph, codes, dict(capture.import_sources), function)
+    return _traced(frame.f_locals["graph_capture_output"], function)
+
+
+def _traced(capture: Any, function: Any) -> Traced:
+    codes, modules = tuple(capture.traced_code), dict(capture.import_sources)
+    return Traced(capture.output_graph, codes, modules, function)
 
 
 # ---------------------------------------------------------------- activation checkpointing
@@ -733,6 +736,7 @@ class TracedPython:
     code: types.CodeType  # takes the arguments of the function, and calls the graph
     modules: Mapping[str, str]  # names of modules, by the globals that refer to them
     graph: str | None  # the global name of the graph; None without a graph
+    objects: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of other globals
 
     def function(
         self, original: types.FunctionType, compiled: Callable[..., Any] | None
@@ -743,6 +747,7 @@ class TracedPython:
         names: dict[str, Any] = _Globals(original.__globals__)
         names.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
         names.update((alias, _module(n)) for alias, n in self.modules.items())
+        names.update(self.objects)
         if self.graph is not None:
             names[self.graph] = compiled
         if _globals_read(self.code) <= names.keys():
@@ -753,6 +758,12 @@ class TracedPython:
         )
         function.__kwdefaults__ = original.__kwdefaults__
         return function
+
+    def installed(self) -> set[str]:
+        """Return the globals that Dynamo made for this trace alone, and that the code reads."""
+        read = {name for name in _globals_read(self.code) if _INSTALLED.match(name)}
+        read = {name for name in read if not name.startswith("__builtins")}
+        return read - {*self.modules, self.graph}
 
     @property
     def is_plain(self) -> bool:
@@ -851,8 +862,8 @@ class Trace:
         """Let the objects of the trace be freed; it must not be read later."""
         # Dynamo leaves the graph in the globals of the function. The fake tensors, their sizes and
         # the ``ShapeEnv`` form a cycle through C++, which the garbage collector does not follow.
-        if self._shape_env is not None:
-            drop_fakes(self._shape_env)
+        if self.shape_env is not None:
+            drop_fakes(self.shape_env)
         if self.python.graph is not None:
             drop_globals(self.original.__globals__, {self.python.graph})
 
@@ -888,7 +899,7 @@ class Trace:
         return {path: offset for path, offset in offsets.items() if isinstance(offset, str)}
 
     def _fakes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for tracked in self._shape_env.tracked_fakes or ():
+        for tracked in self.shape_env.tracked_fakes or ():
             if isinstance(tracked.fake, torch.Tensor):
                 yield str(tracked.source.name), tracked.fake
 
@@ -904,7 +915,7 @@ class Trace:
         return {path for path, number in self._symbolic_numbers() if must_be_constant(number)}
 
     def _symbolic_numbers(self) -> Iterator[tuple[str, torch.SymInt | torch.SymFloat]]:
-        for tracked in self._shape_env.tracked_fakes or ():
+        for tracked in self.shape_env.tracked_fakes or ():
             number, source = tracked.fake, tracked.source
             if isinstance(number, torch.Tensor):
                 number, source = getattr(number, "item_memo", None), getattr(source, "base", None)
@@ -915,7 +926,7 @@ class Trace:
         """Return (condition in Python, its symbols) of what was assumed of sizes so far."""
         sizes = {size for shape in self.sizes.values() for size in shape}
         numbers = set(self.numbers.values())
-        return [*size_conditions(self._shape_env, sizes, numbers), *self._squeezes]
+        return [*size_conditions(self.shape_env, sizes, numbers), *self._squeezes]
 
     @property
     def aliases(self) -> list[tuple[str, str]]:
@@ -934,22 +945,27 @@ class Trace:
         return [str(guard.name) for guard in guards if is_constant(guard)]
 
     @property
-    def global_tensors(self) -> list[torch.Tensor]:
-        """The tensors that the trace read from globals."""
-        values = []
+    def global_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that the trace read from globals, by path."""
+        values = {}
         scope = {"G": self.original.__globals__, "torch": torch}
         for guard in self._graph_output.guards:
             if str(guard.name).startswith("G["):
                 with suppress(AttributeError, LookupError, NameError, TypeError):
-                    values.append(eval(str(guard.name), dict(scope)))
-        return [value for value in values if isinstance(value, torch.Tensor)]
+                    values[str(guard.name)] = eval(str(guard.name), dict(scope))
+        return {path: value for path, value in values.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def ahead(self) -> Traced:
+        """What was traced, as ``aot_compile`` has it."""
+        return _traced(self._output.graph_capture_output, self.original)
 
     @property
     def _graph_output(self) -> Any:
         return self._output.graph_capture_output.output_graph
 
     @property
-    def _shape_env(self) -> Any:
+    def shape_env(self) -> Any:
         return self._graph_output.shape_env
 
     @property

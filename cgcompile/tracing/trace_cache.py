@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from cgcompile.adapters.adapter import PlainRunner, innermost
-from cgcompile.errors import AddressChangedError, RecompileError, TraceError
+from cgcompile.errors import AddressChangedError, RecompileError, SavedModelError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.graphs.contract import same_memory
 from cgcompile.locks import new_lock
@@ -29,7 +29,7 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
 from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.torch_compat import dynamo, torch_ops, torch_settings
-from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
+from cgcompile.tracing.argument_guards import Fits, Shapes, is_number, tensors_in, with_numbers
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
     TensorDim,
@@ -39,6 +39,9 @@ from cgcompile.tracing.dynamic_dims import (
     parameter_kinds,
     with_two_rows,
 )
+
+if TYPE_CHECKING:
+    from cgcompile.torch_compat import aot
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class CompiledTrace:
 
     def __init__(
         self,
-        trace: dynamo.Trace,
+        trace: "dynamo.Trace | aot.SavedTrace",
         compiled: Callable[..., Any] | None,
         fits: Fits,
         rules: Rules,
@@ -199,6 +202,7 @@ class Traces:
         self._rules = rules
         self._count = 0  # traces since the last invalidation
         self._lock = new_lock()
+        self._saver: Any = None  # sees a trace before and after it is compiled
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces its tensors
 
@@ -527,6 +531,11 @@ class Traces:
                     break
             else:
                 trace = self._compiled_trace(args, kwargs, dims)
+        self._add(trace, args, kwargs)
+        return trace
+
+    def _add(self, trace: CompiledTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add a new trace, as the first that calls try."""
         log.info("%s: %s", self.name, trace.start)
         trace.numbers = tuple(number for _, _, number in self._numbers(args, kwargs))
         self._set((trace, *(each for each in self.traces if each.is_alive)))
@@ -543,7 +552,52 @@ class Traces:
                 self.name,
                 _MANY,
             )
-        return trace
+
+    # -------------------------------------------------------------- saved traces
+
+    def save(self, args: tuple[Any, ...], kwargs: dict[str, Any], saver: Any) -> None:
+        """Trace a call for a saver; the trace is kept if no other serves the call."""
+        if self._bound is not None:
+            args = (self._bound, *args)
+        with self._lock:
+            before, self._saver = self.traces, saver
+            try:
+                trace = self._trace(args, kwargs)
+            finally:
+                self._saver = None
+            again, keywords = saver.call()
+            if not trace.fits((*args[: len(args) - len(again)], *again), keywords):
+                because = "the trace serves only these very objects."
+                raise SavedModelError.unsaved(what="the call", because=because)
+            if self._unfrozen:
+                because = "its tensors are looked up at each call, by guards."
+                raise SavedModelError.unsaved(what="the trace", because=because)
+            if any(self._serves(trace, args, kwargs) for trace in before):
+                self._set(before)
+
+    def load(
+        self,
+        saved: "aot.SavedTrace",
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        compile_saved: Callable[[], tuple[Callable[..., Any], bool]],
+    ) -> None:
+        """Add a trace that was saved, of a call like this one."""
+        args, kwargs = call
+        if self._bound is not None:
+            args = (self._bound, *args)
+        start = time.perf_counter()
+        with self._lock, self.tracing([]):
+            saved.bind(self._function, self._scope(args, kwargs))
+            compiled, changes_layouts = compile_saved()
+            fits = self._fits(saved, args, kwargs, saved.sizes)
+            text = f"loaded in {time.perf_counter() - start:.2f} s"
+            rest = (self._rules, text, True, changes_layouts)
+            self._add(CompiledTrace(saved, compiled, fits, *rest), args, kwargs)
+
+    def locals_of(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+        """Return the locals of a call of the model."""
+        bound = () if self._bound is None else (self._bound,)
+        return self._names((*bound, *call[0]), call[1])
 
     @contextmanager
     def tracing(self, dims: list[TensorDim]) -> Iterator[None]:
@@ -584,6 +638,10 @@ class Traces:
             check_dims(self.name, dims, trace.sizes)
             traced = time.perf_counter()
             compiled, changes_layouts = None, False
+            if self._saver is not None:
+                paths = argument_paths(self._signature, args, kwargs)
+                own = [path for at, path in paths.items() if at != 0 or self._bound is None]
+                self._saver.begin(trace, self._names(args, kwargs), own)
             if trace.graph is not None:
                 changes_layouts = any(map(changes_layout, trace.graph.graph.nodes))
                 try:
@@ -594,17 +652,20 @@ class Traces:
                     self._constant |= trace.constants_to_be
                     raise
             check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
-            fits = self._fits(trace, args, kwargs, dims)
+            shapes = free_sizes(dims) | trace.sizes
+            fits = self._fits(trace, args, kwargs, shapes)
+            if self._saver is not None:
+                self._saver.end(trace, compiled, shapes)
             compiling = time.perf_counter() - traced
             took = f"traced in {traced - start:.2f} s, compiled in {compiling:.2f} s"
             return CompiledTrace(trace, compiled, fits, self._rules, took, freezes, changes_layouts)
 
     def _fits(
         self,
-        trace: dynamo.Trace,
+        trace: "dynamo.Trace | aot.SavedTrace",
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: list[TensorDim],
+        shapes: Shapes,
     ) -> Fits:
         """Return the guard that compares a later call with this one."""
         paths = argument_paths(self._signature, args, kwargs)
@@ -617,7 +678,7 @@ class Traces:
             for one, other in (pair, pair[::-1])
             if one in tensors and other not in tensors
         }
-        others = {id(tensor) for tensor in trace.global_tensors}
+        others = {id(tensor) for tensor in trace.global_tensors.values()}
         others |= {id(tensors[path]) for path in pinned}
         pinned |= {path for path, tensor in tensors.items() if id(tensor) in others}
         scope = self._scope(args, kwargs)
@@ -631,7 +692,7 @@ class Traces:
             args,
             kwargs,
             paths,
-            shapes=free_sizes(dims) | trace.sizes,
+            shapes=shapes,
             strides=trace.strides,
             offsets=trace.offsets,
             conditions=trace.size_conditions(),
