@@ -94,7 +94,7 @@ class _Side(Text):
     def run(
         self, forward: Forward, state: dict[str, Any], ids: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits behind tokens, ``[rows, tokens, vocabulary]``.
+        """Return the logits behind tokens, ``[rows, tokens, vocabulary]``; of a draft the last.
 
         Args:
             forward: of the model.
@@ -113,7 +113,7 @@ class _Side(Text):
         masks = self._masks(inputs[mask], cache.positions)
         arguments = self.described.build({mask: masks, "position_ids": positions}, ids, cache)
         if "logits_to_keep" in arguments:
-            arguments["logits_to_keep"] = self.tokens
+            arguments["logits_to_keep"] = self.tokens if self.name == "cache" else 1
         return forward(self.model, arguments)
 
     def _masks(self, mask: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -148,8 +148,9 @@ class DraftedText(_Side):
     def __init__(self, call: Call, draft: Any, count: int) -> None:
         check_draft(call.model, draft)
         super().__init__(call, 1 + count, "cache")
-        if draft.device != call.model.device:
-            raise NotHeld(f"a draft model on {draft.device}")
+        devices = {str(device) for device in (getattr(draft, "hf_device_map", None) or {}).values()}
+        if draft.device != call.model.device or len(devices) > 1:
+            raise NotHeld("a draft model on another device, or on several")
         if self.returns:
             raise NotHeld("return_dict_in_generate with a draft")
         if decode_inputs.follows_length(call.model):
@@ -157,7 +158,8 @@ class DraftedText(_Side):
         if not call.ids.shape[1]:
             raise NotHeld("a draft for a prompt of embeddings")
         self.count = count
-        self.draft = _Side(replace(call, model=draft, kwargs=self._kwargs_of(draft)), 1, "draft")
+        # Two: if all proposals are accepted, the keys of the last one are not written yet.
+        self.draft = _Side(replace(call, model=draft, kwargs=self._kwargs_of(draft)), 2, "draft")
 
     def _kwargs_of(self, draft: Any) -> dict[str, Any]:
         """Return the arguments of the draft model for the prompt."""
@@ -217,6 +219,7 @@ class DraftedText(_Side):
     def state(self, kept: Kept) -> dict[str, Any]:
         state = super().state(kept)
         state |= {f"{side.name}_inputs": side.inputs(kept, side.name) for side in self._both}
+        state["previous"] = kept.buffer("previous", self.call.ids[:, -1].to(self.device))
         numbers = {"past": self.past, "last": max(self.limit - 2, 0), "limit": self.limit}
         for key, number in numbers.items():
             state[key] = kept.buffer(key, torch.tensor(number, device=self.device))
@@ -243,15 +246,15 @@ class DraftedText(_Side):
                     guess[key] = state[key].clone()
             tensors = [{k: v.clone() for k, v in one.items()} for one in state["rules"]]
             pairs, tokens = list(zip(rules, tensors, strict=True)), [state["token"]]
-            for number in range(count + 1):
-                counts = state["counts"] + number
-                logits = draft(state, tokens[-1][:, None], counts)
-                if number == count:  # for its keys and values alone
-                    break
-                guess["token"], guess["length"] = tokens[-1], state["length"] + counts[:, None]
-                _shift(guess, tokens[-1])
+            before = state["previous"]
+            for number in range(count):
+                counts, newest = state["counts"] + number, tokens[-1]
+                logits = draft(state, torch.stack((before, newest), dim=1), counts - 1)
+                guess["token"], guess["length"] = newest, state["length"] + counts[:, None]
+                _shift(guess, newest)
                 scores = next_token.processed(_copied(logits[:, -1]), pairs, guess)
                 tokens.append(next_token.selected(scores, guess, samples, noise[number]))
+                before = newest
             return torch.stack(tokens, dim=1)
 
         def draft_round(state: dict[str, Any]) -> None:
@@ -301,6 +304,7 @@ def _add(state: dict[str, Any], active: torch.Tensor, chosen: torch.Tensor) -> t
     chosen = torch.where(active, chosen, state["pad"])
     state["text"].scatter_(1, counts[:, None], chosen[:, None])  # behind the count is padding
     counts.add_(active)
+    state["previous"].copy_(torch.where(active, state["token"], state["previous"]))
     state["token"].copy_(torch.where(active, chosen, state["token"]))
     ends: torch.Tensor = (chosen[:, None] == state["ends"]).any(-1)
     ended: torch.Tensor = ends | (counts >= state["limit"])

@@ -486,7 +486,9 @@ class Generate:
         with self._lock:
             if self._backend is None:
                 self._backend = Backend()
-            forwards = _Keeper.of(text.model).forwards.setdefault(self, {})
+            keeper = _Keeper.of(text.model)
+            self._keepers.add(keeper)  # of a draft model
+            forwards = keeper.forwards.setdefault(self, {})
             if key not in forwards:
                 while len(forwards) >= _FORWARDS:
                     forwards.pop(next(iter(forwards)))

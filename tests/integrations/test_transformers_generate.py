@@ -758,6 +758,8 @@ def test_drafts(llama: Any) -> None:
 def test_drafts_of_models(name: str) -> None:
     """Windows are crossed; processors read what both models have seen."""
     model = build(name)
+    if name == "gemma3":  # its masks are added
+        model.set_attn_implementation("eager")
     own = Generate(draft=noisy(model), draft_tokens=2)
     settings = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 3}
     settings |= {"suppress_tokens": list(range(60, 96)), "eos_token_id": list(range(8))}
@@ -771,7 +773,7 @@ def test_drafts_that_are_all_accepted_or_refused(llama: Any) -> None:
     other = decoder("Llama", num_hidden_layers=1).eval()
     for draft, least, most in ((llama, 6, 8), (other, 12, 26)):
         own = Generate(draft=draft, draft_tokens=3)
-        check(llama, own, prompt(1), max_new_tokens=25)
+        check(llama, own, prompt(1, 1), max_new_tokens=25)
         assert least <= rounds_of(llama, own) <= most
 
 
@@ -836,6 +838,9 @@ def test_a_backend_compiles_both_forwards(llama: Any) -> None:
         check(llama, own, prompt(rows, length))
     assert (own.counters.captures, own.counters.replays) == (2, 2)
     assert backend.counters.calls > 0
+    assert [len(_Keeper.of(model).forwards[own]) for model in (llama, own.draft)] == [2, 2]
+    own.release()
+    assert not any(own in _Keeper.of(model).forwards for model in (llama, own.draft))
 
 
 # ---------------------------------------------------------------- what is kept
@@ -1084,6 +1089,20 @@ def test_models_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (own.counters.captures, own.counters.replays) == (3, 6)
     assert own.backend is not None
     assert own.backend.counters.calls > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_drafts_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forwards are compiled by default; rows accept different numbers of tokens."""
+    monkeypatch.delenv("CGCOMPILE_CAPTURE_DEVICE")
+    model = build(name)
+    draft, model = noisy(model).cuda(), model.cuda()
+    own = Generate(draft=draft, draft_tokens=3)
+    for rows, length, padded in ((1, 7, 0), (3, 12, 5), (1, 20, 0), (3, 6, 0)):
+        inputs = {key: value.cuda() for key, value in prompt(rows, length, padded).items()}
+        check(model, own, inputs, max_new_tokens=24)
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
 
 
 def test_without_graphs_on_a_cpu(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
