@@ -134,7 +134,7 @@ VIDEOS: tuple[list[Grid], ...] = (
 @pytest.mark.slow
 @kinds
 def test_images_and_videos_equal_the_towers_own_forward(kind: str, device: str) -> None:
-    """And results outlive later replays."""
+    """Results outlive later replays, and what is too large runs eager."""
     model, plain = patch_tower(kind, device)
     encoder = manager(model, device, BUDGETS)
     calls = [images(grids, device) for grids in MIXES * 2]
@@ -145,6 +145,11 @@ def test_images_and_videos_equal_the_towers_own_forward(kind: str, device: str) 
     assert encoder.statistics.misses == 0
     assert encoder.statistics.hits == sum(map(len, [*MIXES * 2, *VIDEOS]))
     assert encoder.counters.replays >= len(calls)
+    hits = encoder.statistics.hits
+    call = images([(1, 6, 6), (1, 16, 14), (2, 10, 10)], device)
+    assert_close(encoder.execute(call), plain_results(plain, call))
+    assert encoder.statistics.hits == hits + 1
+    assert encoder.statistics.reasons() == {Reason.OVERSIZE: 2}
 
 
 @pytest.mark.slow
@@ -158,17 +163,6 @@ def test_results_have_the_order_of_the_items(kind: str, device: str) -> None:
         chosen = model.select_encoder_cudagraph_items(call, order)
         assert_close(encoder.execute(chosen), [expected[item] for item in order])
     assert encoder.statistics.misses == 0
-
-
-@pytest.mark.slow
-@kinds
-def test_what_is_too_large_runs_eager(kind: str, device: str) -> None:
-    model, plain = patch_tower(kind, device)
-    encoder = manager(model, device, BUDGETS)
-    call = images([(1, 6, 6), (1, 16, 14), (2, 10, 10)], device)
-    assert_close(encoder.execute(call), plain_results(plain, call))
-    assert encoder.statistics.hits == 1
-    assert encoder.statistics.reasons() == {Reason.OVERSIZE: 2}
 
 
 @pytest.mark.slow
