@@ -146,6 +146,7 @@ class _StepWrapper(CUDAGraphWrapper):
         kwargs: dict[str, Any],
         storages: SameStorages | None = None,
         wait: bool = True,
+        shown: str = "",
     ) -> Captured:
         """Capture the step.
 
@@ -156,7 +157,7 @@ class _StepWrapper(CUDAGraphWrapper):
         try:
             with bulk_captures():  # of which the garbage is collected once
                 for _ in range(_MOST_CAPTURES):
-                    captured = self._recorded(descriptor, args, kwargs, storages, wait)
+                    captured = self._recorded(descriptor, args, kwargs, storages, wait, shown)
                     if self._state is None or not self._state.learned:
                         return captured
                     # It ran code that was not known: what that reads was not read before it.

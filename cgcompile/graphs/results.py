@@ -263,10 +263,10 @@ def _kept_leaf(
     key = (start, nbytes)
     if key not in known:  # results that share memory go on sharing it
         known[key] = None
-        if holds(start) and holder is None:
+        if holds(start):
             known[key] = storage
-        elif holds(start):
-            known[key] = raw_memory.weak_storage(start, nbytes, leaf.device, holder)
+            if holder is not None:
+                known[key] = raw_memory.weak_storage(start, nbytes, leaf.device, holder)
     memory = known[key]
     if memory is not None:
         return raw_memory.laid_over(memory, leaf)

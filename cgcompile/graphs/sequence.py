@@ -263,7 +263,8 @@ class GraphSequence:
         self.positions = {position for _, position in inputs}
         self.not_zeroed: Callable[[], None] | None = None
         self._real = [0]  # how many rows are real in the present step
-        done = self._done_after({slot.at for slot in kept})
+        # A piece, or a whole step, is one graph without slots.
+        done = self._done_after({slot.at for slot in kept}) if slots else [[] for _ in segments]
         steps, padded_steps = [], []
         for segment, ends in zip(self.segments, done, strict=True):
             steps.append(self._step(segment, ends, False))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakMethod
@@ -564,6 +564,7 @@ class CUDAGraphWrapper(Transparent):
         kwargs: dict[str, Any],
         storages: SameStorages | None = None,
         wait: bool = True,
+        shown: str = "",  # the text of the descriptor, if the caller has it
     ) -> Captured:
         """Capture ``runnable`` for a descriptor; raise RunPlain if gradients are due.
 
@@ -571,17 +572,17 @@ class CUDAGraphWrapper(Transparent):
         reachable: both are restored. Run the result once, then :meth:`keep` its entry.
         """
         assert self._pool is not None, "a wrapper captures into a pool"
-        shown = str(descriptor)
-        level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
-        log.log(level, "capturing %s (%s)", self.name, shown)
+        shown = shown or str(descriptor)
+        self._log("capturing %s (%s)", self.name, shown)
         rebinding = Rebinding(self.unwrap(), args, kwargs) if self._guarded else None
         fields = [] if rebinding is None else rebinding.tensors
         reads_grad = requires_grad_beside(fields, args, kwargs)
         due = Fallback(Reason.GRADIENTS, f"a result of {self.name} requires grad")
         if reads_grad and torch.is_grad_enabled() and self._executes:
             raise RunPlain(due)  # its ops skip autograd: a result would not show it
+        own = cache(partial(weights_of, self.unwrap()))  # read once
         if storages is None:
-            storages = self._storages(torch_ops.tree_tensors((args, kwargs)) + fields)
+            storages = self._storages([*torch_ops.tree_tensors((args, kwargs)), *fields, *own()])
         self._read_state()
         ran = RanCode(is_recording)
         step = partial(self.runnable, *args, **kwargs)
@@ -595,7 +596,7 @@ class CUDAGraphWrapper(Transparent):
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
         touched = {row.address for row in sequence.held}
-        read = self._hold(sequence, args, kwargs, context, ran)
+        read = self._hold(sequence, args, kwargs, context, ran, own)
         output, starts = kept_output(result, self._pool, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
         if not self._guarded:
@@ -618,10 +619,13 @@ class CUDAGraphWrapper(Transparent):
             )
         return Captured(entry, result, starts, self._executes, refused)
 
+    def _log(self, text: str, *values: object) -> None:
+        log.log(logging.INFO if self.options.debug_log_enable else logging.DEBUG, text, *values)
+
     def _storages(self, tensors: list[torch.Tensor]) -> SameStorages:
-        """Return what restores the memory of tensors and of the weights."""
-        tensors = list(filter(is_comparable, tensors + weights_of(self.unwrap())))
-        return SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
+        """Return what restores the memory of tensors."""
+        name_of = partial(weight_name, self.unwrap())
+        return SameStorages(self.name, filter(is_comparable, tensors), name_of)
 
     def _compared(self, check: str) -> Any:
         """Return the model that is compared: that of a manager, if its ``checks`` name it."""
@@ -659,6 +663,7 @@ class CUDAGraphWrapper(Transparent):
         kwargs: dict[str, Any],
         context: ForwardContext | None,
         ran: RanCode,
+        own: Callable[[], list[torch.Tensor]],
     ) -> Contract | None:
         """Let the sequence hold the memory that it touched, but for that of arguments.
 
@@ -675,7 +680,7 @@ class CUDAGraphWrapper(Transparent):
             identity = raw_memory.storage_identity
             arguments = {identity(x) for x in _storages_of(torch_ops.tree_tensors((args, kwargs)))}
             sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
-            compared = _storages_of(weights_of(self.unwrap()))
+            compared = _storages_of(own())
             sequence.watch(compared if metadata is None else compared + metadata.held)
         return metadata if checks and metadata is not None and metadata.rows else None
 
@@ -690,13 +695,15 @@ class CUDAGraphWrapper(Transparent):
         """Capture a step; return its sequence, its result, and why it must not be replayed."""
         pool = self._pool
         assert pool is not None
-        # The owner of an unguarded wrapper holds the arguments itself.
-        arguments = () if self._guarded else _storages_of(storages.tensors)
-        touched = TouchedMemory(pool.device.tensor_type, arguments)
+        touched = None
+        if self._reads_more:
+            # The owner of an unguarded wrapper holds the arguments itself.
+            arguments = () if self._guarded else _storages_of(storages.tensors)
+            touched = TouchedMemory(pool.device.tensor_type, arguments)
         with pool.device.around(self.runnable):
             try:
                 graph, result = capture(
-                    partial(_under, touched, step) if self._reads_more else step,
+                    step if touched is None else partial(_under, touched, step),
                     pool,
                     f"{self.name} ({shown})",
                     collect=not self.options.gc_disable,
@@ -715,7 +722,7 @@ class CUDAGraphWrapper(Transparent):
                 rebinding.restore()
                 raise error
         sequence = GraphSequence((GraphSegment(self.name, graph),), pool=pool)
-        sequence.held = touched.outside(pool.holds)
+        sequence.held = () if touched is None else touched.outside(pool.holds)
         return sequence, result, None
 
     @property

@@ -318,7 +318,7 @@ class _Recorder:
         try:
             storages = _storages(self._program, self._recording, piece.name, inputs)
             descriptor = self._recording.batch.descriptor
-            captured = wrapper.record(descriptor, inputs, {}, storages)
+            captured = wrapper.record(descriptor, inputs, {}, storages, shown=self._batch)
         except RunPlain:
             raise
         except Exception as error:
