@@ -15,7 +15,6 @@ from lib.programs import Ran, run_program
 pytestmark = pytest.mark.slow
 
 SMALL = ["--device", "cpu", "--layers", "1", "--sizes", "8", "32"]
-SMALL += ["--requests", "6", "--tokens", "8"]
 RANKS = [*SMALL, "--tensor-parallel", "2", "--data-parallel", "2"]
 
 # All ranks are forked from one process, which has imported this.
