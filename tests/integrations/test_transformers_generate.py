@@ -1092,17 +1092,16 @@ def test_models_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_drafts_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forwards are compiled by default; rows accept different numbers of tokens."""
     monkeypatch.delenv("CGCOMPILE_CAPTURE_DEVICE")
-    model = build(name)
-    draft, model = noisy(model).cuda(), model.cuda()
+    model = build()
+    draft, model = noisy(model, 0.02).cuda(), model.cuda()
     own = Generate(draft=draft, draft_tokens=3)
-    for rows, length, padded in ((1, 7, 0), (3, 12, 5), (1, 20, 0), (3, 6, 0)):
-        inputs = {key: value.cuda() for key, value in prompt(rows, length, padded).items()}
+    for length, padded in ((7, 0), (12, 5), (20, 0)):
+        inputs = {key: value.cuda() for key, value in prompt(3, length, padded).items()}
         check(model, own, inputs, max_new_tokens=24)
-    assert (own.counters.captures, own.counters.replays) == (2, 2)
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
 
 
 def test_without_graphs_on_a_cpu(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
