@@ -247,7 +247,7 @@ _EXPRESSIONS = {
     "NOT_PRESENT_IN_GENERIC_DICT": "vars({path}).__contains__({attr!r})",
     "SEQUENCE_LENGTH": "len({path})",
     "DICT_KEYS_MATCH": "list({path})",
-    "EMPTY_NN_MODULE_HOOKS_DICT": "list({path})",
+    "EMPTY_NN_MODULE_HOOKS_DICT": "len({path})",
     "DUPLICATE_INPUT": "{path} is {source_b.name}",
 }
 _GLOBAL = re.compile(r"\bG\[('[^']*')\]")
@@ -297,11 +297,17 @@ def _expression(guard: Any, trace: dynamo.Traced) -> str:
     except (AttributeError, KeyError, IndexError):
         text = path
 
+    names = trace.function.__globals__
+
     def in_module(match: re.Match[str]) -> str:
         name = ast.literal_eval(match[1])
-        module = trace.modules.get(name)
-        root = str(trace.function.__globals__["__name__"])
-        return f"vars(M[{root!r}])[{name!r}]" if module is None else f"M[{module!r}]"
+        if name in trace.modules:
+            return f"M[{trace.modules[name]!r}]"
+        if dynamo.is_of_one_trace(name) and name in names:  # its name has an address
+            with suppress(ValueError):
+                module, _, rest = _path_of(names[name]).partition(":")
+                return f"M[{module!r}].{rest}" if rest else f"M[{module!r}]"
+        return f"vars(M[{names['__name__']!r}])[{name!r}]"
 
     text = _GLOBAL.sub(in_module, text)
     return f"_shallow({text})" if kind in _SHALLOW else text
