@@ -455,8 +455,21 @@ _KEY_LENGTH = 12  # characters of a key that are printed
 _FACT_LENGTH = 40  # lines of a fact that are printed
 
 
-def cache_list(*, dir: Folder = None) -> int:
-    """List the entries, one line each."""
+def cache_list(
+    path: Annotated[
+        Path | None, Word("a saved model: list what it depends on", "PATH", Path)
+    ] = None,
+    *,
+    dir: Folder = None,
+) -> int:
+    """List the entries, one line each, or what a saved model depends on."""
+    if path is not None:
+        from cgcompile.saved import contents
+
+        facts, notes = contents(path)
+        _print_facts("depends on", facts, True)
+        _print_facts("has", notes, True)
+        return 0
     store = _store(dir)
     entries = sorted(store.entries(), key=lambda entry: -entry.created)
     rows = [("key", "kind", "bytes", "created", "what", "line")]

@@ -23,7 +23,7 @@ from cgcompile.errors import ConfigError, SavedModelError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.reads import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.pieces.cache import trusted_bytes, write_trusted
+from cgcompile.pieces.cache import write_trusted
 from cgcompile.runtime.fast_path import NOT_SERVED
 from cgcompile.settings import checked, checked_but
 from cgcompile.tracing.trace_cache import GUARDS, SHAPES, CompiledTrace, Rules, Traces
@@ -321,10 +321,7 @@ def load(path: str | os.PathLike[str], model: Any) -> Any:
     from cgcompile import saved
 
     path = Path(path)
-    try:
-        data = trusted_bytes(path)
-    except PermissionError as error:
-        raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+    data = saved.read(path)
     if not saved.is_trace(data):
         return saved.load_function(data, path, model)
     trace = saved.LoadedTrace(data, str(path))

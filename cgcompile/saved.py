@@ -33,14 +33,14 @@ from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.graphs.reads import Transparent
 from cgcompile.passes.nodes import changes_layout, dotted_source, dtype_text, tensors, value
 from cgcompile.passes.split import split_data
-from cgcompile.pieces.cache import MAGIC, Entry, packed, parsed
+from cgcompile.pieces.cache import MAGIC, Entry, packed, parsed, trusted_bytes
 from cgcompile.torch_compat import aot, dynamo, inductor, torch_settings
 from cgcompile.version import __version__
 
 # How the names of facts begin; the rest of a name is where the fact is read.
 _SOURCE, _METHOD = "the source of ", "the method "
 _HARDWARE, _WEIGHT, _CLOSURE = "the hardware of ", "the weight ", "the variable of its closure "
-_VALUE, _SETTINGS = "the value ", "the settings of torch"
+_VALUE, _SETTINGS, _RANK = "the value ", "the settings of torch", "the rank"
 _OF_THE_CALLED = (_WEIGHT, _CLOSURE)  # torch passes no model to its loader
 _MISSING = "missing"
 
@@ -224,7 +224,7 @@ def _facts(gm: fx.GraphModule, trace: dynamo.Traced) -> dict[str, str]:
     """Return what a traced graph depends on; raise ValueError if a part has no lasting text."""
     values = [value(node) for node in gm.graph.nodes]
     devices = " ".join(sorted({str(tensor.device) for tensor in tensors(values)}))
-    facts = {"cgcompile": __version__, **inductor.versions()}
+    facts = {"cgcompile": __version__, **inductor.versions(), _RANK: _rank()}
     facts[_HARDWARE + devices] = _hardware(devices)
     facts |= {_SOURCE + where: digest for where, digest in aot.sources(trace).items()}
     facts |= {_METHOD + where: digest for where, digest in aot.live_code(trace).items()}
@@ -241,6 +241,7 @@ def _present_facts(facts: Mapping[str, str]) -> dict[str, str]:
     """Return the present text of facts, without those of what is called; _MISSING is left out."""
     present = {"cgcompile": __version__, **inductor.versions()}
     present[_SETTINGS] = str(torch_settings.trace_settings())
+    present[_RANK] = _rank()
     texts = {_METHOD: aot.live_digest, _HARDWARE: _hardware}
     for kind, text_of in texts.items():
         for name in [name for name in facts if name.startswith(kind)]:
@@ -256,6 +257,13 @@ def _hardware(devices: str) -> str:
         return inductor.machine([torch.device(device) for device in devices.split()])
     except (AssertionError, RuntimeError) as error:  # no such device
         return str(error)
+
+
+def _rank() -> str:
+    """Return the rank of this process: ranks of a parallel model save and load one file each."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return "that of a single process"
+    return f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
 
 
 def _weight_text(model: Any, name: str) -> str:
@@ -318,8 +326,10 @@ class TraceSaver:
         """Return the bytes of the trace; ``arguments`` are those of :func:`cgcompile.compile`."""
         with _unsaved("the arguments of cgcompile.compile()"):
             pickle.dumps(arguments)
+        pieces = [f"{key} {entry.size} bytes" for key, entry in self.entries.items()]
+        notes = {**self._notes, "artifacts": "\n".join(pieces)}
         parts = (self._settings, arguments, self._graph, self.entries, self._trace, self._call)
-        return packed("trace", "0", pickle.dumps(parts), self._facts, self._notes)
+        return packed("trace", "0", pickle.dumps(parts), self._facts, notes)
 
 
 class LoadedTrace:
@@ -359,6 +369,25 @@ class LoadedTrace:
 def is_trace(data: bytes) -> bool:
     """Return whether bytes are those of a :class:`TraceSaver`, not of torch."""
     return data.startswith(MAGIC)
+
+
+def read(path: Path) -> bytes:
+    """Return the bytes of a file; raise SavedModelError if another user could have written it."""
+    try:
+        return trusted_bytes(path)
+    except PermissionError as error:
+        raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+
+
+def contents(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what a saved trace depends on, and notes on it; runs no code from the file."""
+    data = read(path)
+    if not is_trace(data):
+        reason = "cgcompile has not written it; of a file of aot_compile nothing can be listed"
+        raise SavedModelError.damaged(path=str(path), reason=reason)
+    entry = _entry(data, str(path))
+    facts = {aot.readable(name): text for name, text in entry.facts.items()}
+    return facts, dict(entry.notes)
 
 
 # ---------------------------------------------------------------- functions of aot_compile

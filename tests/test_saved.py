@@ -21,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import cgcompile
 from cgcompile import saved
+from cgcompile.cli import main
 from cgcompile.errors import SavedModelError
 
 MODEL = """
@@ -630,6 +631,92 @@ def test_which_traces_cannot_be_saved(folder: Path, module: ModuleType) -> None:
         compiled_of(model).save(folder / "model", x)
     assert not [*folder.iterdir()]
     assert_snapshot("unsaved_traces", "\n".join(rows))
+
+
+def test_tensors_of_other_modules_are_bound(
+    folder: Path, module: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "module_around_a_saved_model.py"
+    path.write_text(
+        "import module_of_a_saved_model as inner\n\n\ndef outer(x):\n    return inner.weighted(x) + 1\n"
+    )
+    Path(str(module.__file__)).write_text(
+        MODEL + "\n\nweight = torch.randn(8)\n\n\ndef weighted(x):\n    return x * weight\n"
+    )
+    importlib.reload(module)
+    around = importlib.import_module(path.stem)
+    try:
+        compiled_of(around.outer).save(folder / "model", torch.randn(6, 8))
+        for name in [name for name in vars(around) if name.startswith("__import_")]:
+            delattr(around, name)  # as in another process
+        loaded = cgcompile.load(folder / "model", around.outer)
+        loaded.freeze()
+        assert replays(loaded, around.outer, *[(6, 8)] * 4) == 2
+        module.weight = torch.randn(9)
+        with pytest.raises(SavedModelError, match=r"weight is Tensor torch.float32 \[9\]"):
+            cgcompile.load(folder / "model", around.outer)
+    finally:
+        del sys.modules[path.stem]
+
+
+def test_the_contents_of_a_saved_model_are_listed(
+    folder: Path, module: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    compiled_of(module.Model().eval()).save(folder / "model", torch.randn(6, 8))
+    monkeypatch.setattr(saved.pickle, "loads", None)  # no code of the file runs
+    assert main(["cache", "list", str(folder / "model")]) == 0
+    text = capsys.readouterr().out
+    assert "  the value module_of_a_saved_model.SCALE: 2.0\n" in text
+    assert "  the value self.layers.0.qkv.weight: Parameter torch.float32 [8, 8] on cpu\n" in text
+    save(module.Model().eval(), folder / "ahead", torch.randn(6, 8))
+    assert main(["cache", "list", str(folder / "ahead")]) == 1
+    assert "of a file of aot_compile nothing can be listed" in capsys.readouterr().err
+
+
+def test_another_rank_is_refused(
+    folder: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = module.Model().eval()
+    compiled_of(model).save(folder / "model", torch.randn(6, 8))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(SavedModelError, match="the rank is 1 of 2; it was that of a single"):
+        cgcompile.load(folder / "model", model)
+
+
+TRANSFORMERS = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import cgcompile
+
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
+model = LlamaForCausalLM(config).eval()
+settings = {"capture_device": "host", "compiler": "eager", "cache_dir": "off"}
+with torch.inference_mode():
+    if sys.argv[1] == "save":
+        dims = {"input_ids": (0, 1)}
+        compiled = cgcompile.compile(model, dynamic_dims=dims, guards="none", **settings)
+        compiled.save("own/model", input_ids=torch.randint(0, 64, (2, 6)), use_cache=False)
+    else:
+        loaded = cgcompile.load("own/model", model)
+        loaded.freeze()
+        for shape in ((2, 6), (2, 6), (2, 6), (3, 5)):
+            ids = torch.randint(0, 64, shape)
+            result, expected = (run(input_ids=ids, use_cache=False) for run in (loaded, model))
+            torch.testing.assert_close(result.logits, expected.logits)
+            assert type(result) is type(expected)
+        print(loaded.backend.counters.replays)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_replays_in_another_process(tmp_path: Path, folder: Path) -> None:
+    pytest.importorskip("transformers")
+    run_here(TRANSFORMERS, tmp_path, "save")
+    assert run_here(TRANSFORMERS, tmp_path, "load") == [1]
 
 
 def test_a_damaged_trace_is_refused(folder: Path, module: ModuleType) -> None:

@@ -337,7 +337,7 @@ class _Shallow(NamedTuple):
 
 def readable(expression: str) -> str:
     """Return an expression in the form that a user would write."""
-    text = re.sub(r"^_shallow\((.*)\)$", r"\1", expression)
+    text = re.sub(r"_shallow\((.*)\)$", r"\1", expression)
     text = re.sub(r"vars\(M\['([^']*)'\]\)\['([^']*)'\]", r"\1.\2", text)
     text = re.sub(r"\b[LM]\['([^']*)'\]", r"\1", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
@@ -508,10 +508,12 @@ class SavedTrace:
             tuple(trace.global_tensors),
         )
 
+    def imported(self) -> dict[str, types.ModuleType]:
+        """Return the modules, by the names that the trace has for them."""
+        return {name: importlib.import_module(module) for name, module in self.modules.items()}
+
     def bind(self, function: Any, scope: dict[str, Any]) -> None:
         """Take the function, and the tensors at the paths, of this process."""
-        modules = {alias: importlib.import_module(name) for alias, name in self.modules.items()}
-        scope = {**scope, "G": {**modules, **scope["G"]}}
         self.original = function
         self.frozen = tuple((path, eval(path, dict(scope))) for path in self.frozen_paths)
         self.global_tensors = {path: eval(path, dict(scope)) for path in self.global_paths}

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -202,6 +203,7 @@ class Traces:
         self._rules = rules
         self._count = 0  # traces since the last invalidation
         self._lock = new_lock()
+        self._modules: dict[str, Any] = {}  # by the names that saved traces have for them
         self._saver: Any = None  # sees a trace before and after it is compiled
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces its tensors
@@ -307,7 +309,7 @@ class Traces:
         names = self._cells()
         if self._bound is not None:
             names[next(iter(self._signature.parameters))] = self._bound
-        scope = {"L": names, "G": self._function.__globals__}
+        scope = {"L": names, "G": self._globals}
         arguments = tuple(f"L[{name!r}]" for name in self._arguments)
         for trace in self.traces:
             path = trace.replaced(scope, arguments) if trace.graph is compiled else None
@@ -334,7 +336,7 @@ class Traces:
         if trace.guards is not None and not trace.guards.hold(names):
             return False
         if trace.dropped is not None:
-            path = trace.replaced({"L": names, "G": self._function.__globals__})
+            path = trace.replaced({"L": names, "G": self._globals})
             failed = None if path is None else f"{path} is another tensor now"
             if failed is None and not trace.dropped.hold(names):
                 failed = trace.dropped.first_that_fails(names)
@@ -354,6 +356,12 @@ class Traces:
         bound.apply_defaults()
         return bound.arguments | self._cells()
 
+    @property
+    def _globals(self) -> Mapping[str, Any]:
+        """The globals of the function, with the modules that saved traces know by other names."""
+        names = self._function.__globals__
+        return ChainMap(names, self._modules) if self._modules else names
+
     def _cells(self) -> dict[str, Any]:
         """Return the values of a closure, by name."""
         cells = self._function.__closure__ or ()
@@ -361,7 +369,7 @@ class Traces:
         return {name: cell.cell_contents for name, cell in pairs}
 
     def _scope(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return {"L": self._names(args, kwargs), "G": self._function.__globals__}
+        return {"L": self._names(args, kwargs), "G": self._globals}
 
     def compare_bound(self) -> None:
         """Make the next call of each trace compare the tensors that it has bound."""
@@ -587,6 +595,7 @@ class Traces:
             args = (self._bound, *args)
         start = time.perf_counter()
         with self._lock, self.tracing([]):
+            self._modules |= saved.imported()
             saved.bind(self._function, self._scope(args, kwargs))
             compiled, changes_layouts = compile_saved()
             fits = self._fits(saved, args, kwargs, saved.sizes)
