@@ -32,6 +32,9 @@ _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 MISSING: Any = object()  # in place of a value that is not there
 
 
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))  # types without tensors inside
+
+
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return everything about a tensor that a graph repeats, but for its address."""
     try:
@@ -217,7 +220,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have one address and one layout, and so have those in them."""
-    inner, others = inner_tensors(one), inner_tensors(other)
+    plain = type(one) in PLAIN_TENSORS and type(other) in PLAIN_TENSORS
+    inner, others = ([], []) if plain else (inner_tensors(one), inner_tensors(other))
     if inner or others:
         same = raw_memory.Wrapper.of(one).fits(other) if inner and others else False
         return same and all(same_memory(*pair) for pair in zip(inner, others, strict=True))

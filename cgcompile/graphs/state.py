@@ -39,6 +39,7 @@ import torch
 from cgcompile.errors import with_article
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.contract import (
+    PLAIN_TENSORS,
     Change,
     Contract,
     Placed,
@@ -1136,10 +1137,8 @@ class StateContract:
     def _has_same_weights(self) -> bool:
         """Return whether modules have the same weights; slow."""
         state = self.state
-        return all(
-            _alike(state.values[path], _read_weight(table, name))
-            for path, (table, name) in state.weights.items()
-        )
+        rows = state.weights.items()
+        return all([_is_weight(state.values[path], *row) for path, row in rows])
 
     def first_change(self) -> Change | None:
         """Return the first difference; without one, compare with the present objects from now."""
@@ -1197,6 +1196,14 @@ class _Part:
     def is_settled(self) -> bool:
         """Return whether no object was replaced for many replays."""
         return self._count > _SETTLED
+
+
+def _is_weight(before: Any, table: dict[str, Any], name: str) -> bool:
+    """Return whether a table holds a weight with the memory and layout of before."""
+    now = table.get(name, _MISSING)
+    if type(now) in PLAIN_TENSORS and type(before) is TensorRead and before.start is not None:
+        return now.layout is torch.strided and not now.is_nested and before.placed == Placed.of(now)
+    return _alike(before, _read_weight(table, name))
 
 
 def _read_weight(table: dict[str, Any], name: str) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,7 @@ class CompiledTrace:
         self.fits = fits.function  # compares the arguments of a call, and autocast
         self.frozen = trace.frozen  # (path, tensor) of the bound weights
         self.held = _held(tensor for _, tensor in trace.frozen)  # views that it computes with
+        self._places: dict[str, CodeType] = {}  # by path; to compile one takes 20 us
         self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
         self.proven = False  # whether a call has ended, so that its replacements are known
         self.trusted = False  # whether it is proven and only ``fits`` is checked
@@ -139,13 +141,18 @@ class CompiledTrace:
             return not self.repeated
         return self.graph is not None and self.graph.counters.calls <= VARYING
 
+    def _place(self, path: str) -> CodeType:
+        if path not in self._places:
+            self._places[path] = compile(path, "<path of a weight>", "eval")
+        return self._places[path]
+
     def replaced(self, scope: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
         """Return the path of the first frozen tensor that was replaced or moved, else None."""
         # It decides whether to trace again, or refuses a capture; no replay runs it.
         # ``unknown`` begins the paths that are not in the scope: such a tensor may only have moved.
         for (path, tensor), held in zip(self.frozen, self.held, strict=True):
             try:
-                present = tensor if path.startswith(unknown) else eval(path, scope)
+                present = tensor if path.startswith(unknown) else eval(self._place(path), scope)
             except (AttributeError, LookupError, TypeError):
                 present = None
             if present is not tensor or (held is not tensor and not same_memory(held, tensor)):
