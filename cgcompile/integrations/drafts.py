@@ -107,7 +107,7 @@ class _Side(Text):
         cache.positions.copy_(state["past"] + ahead)
         # Those behind the longest text are of tokens that do not count.
         positions = inputs["position_ids"] + torch.minimum(ahead, state["last"])
-        if self.longest:
+        if self.name == "draft" and self.longest:  # it may have fewer than the model
             positions = positions.clamp(max=self.longest - 1)
         mask = decode_inputs.mask_name(self.model)
         masks = self._masks(inputs[mask], cache.positions)

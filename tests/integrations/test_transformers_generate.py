@@ -762,7 +762,7 @@ def test_drafts_of_models(name: str) -> None:
         model.set_attn_implementation("eager")
     own = Generate(draft=noisy(model), draft_tokens=2)
     settings = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 3}
-    settings |= {"suppress_tokens": list(range(60, 96)), "eos_token_id": list(range(8))}
+    settings |= {"suppress_tokens": list(range(7, 96)), "eos_token_id": 6}
     for rows, length, padded in ((3, 12, 5), (1, 20, 0), (3, 7, 0)):
         check(model, own, prompt(rows, length, padded), max_new_tokens=12, **settings)
     assert (own.counters.captures, own.counters.replays) == (2, 1)
@@ -786,6 +786,13 @@ def test_a_draft_up_to_the_last_position() -> None:
     model.generation_config.eos_token_id = None
     own = Generate(draft=other, draft_tokens=5)
     assert check(model, own, prompt(2, 100), max_new_tokens=28).shape == (2, 128)
+    assert own.counters.captures == 1
+
+
+def test_a_draft_behind_the_last_position(llama: Any) -> None:
+    """Rotary positions go on; ``generate`` warns."""
+    own = Generate(draft=noisy(llama, 0.02))
+    assert check(llama, own, prompt(2, 120), max_new_tokens=20).shape == (2, 140)
     assert own.counters.captures == 1
 
 
