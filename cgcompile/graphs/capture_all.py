@@ -172,7 +172,7 @@ class _Graphs:
                 replayed.append(context.batch_descriptor)
             return nullcontext()
 
-        with observing(observer):
+        with observing(observer, captures=False):
             self._step(batch)
         self._descriptors = captured + replayed
 

@@ -384,7 +384,7 @@ class GraphSequence:
         """Run all segments on the current stream, just after the capture; that is not counted."""
         if self._pool is not None:
             self._pool.follow_stream()
-        if is_profiling() or OBSERVERS.get():
+        if is_profiling() or any([block.captures for block in OBSERVERS.get()]):
             run_observed(self, self.steps)
         else:
             for step in self.steps:
@@ -512,6 +512,7 @@ class _Observing:
 
     observer: Observer
     thread: int
+    captures: bool  # whether it sees the execution that is a part of a capture
     ended: bool = False
 
 
@@ -520,9 +521,9 @@ OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("cgcompile_observers"
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observing(observer: Observer, captures: bool = True) -> Iterator[None]:
     """Let an observer see the replays of this thread or task, beside those around it."""
-    block = _Observing(observer, get_ident())
+    block = _Observing(observer, get_ident(), captures)
     token = OBSERVERS.set((*OBSERVERS.get(), block))
     try:
         yield
