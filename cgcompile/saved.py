@@ -74,6 +74,7 @@ class SavedGraph:
             raise SavedModelError.unsaved(what="the trace", because="it has torch function modes.")
         with _unsaved("the code that was traced"):
             facts = _facts(gm, trace)
+            facts |= {_VALUE + where: text for where, text in aot.values_of_self(trace).items()}
         with _unsaved("the graph"):
             graph = aot.graph_bytes(gm)  # as it is now: compiling changes it
         entries: dict[str, Entry] = {}
@@ -104,11 +105,15 @@ class SavedGraph:
         return cls(run, backend, data)
 
     def check_called(self, function: Any, owner: Any) -> None:
-        """Raise SavedModelError if a weight, or a closure, is unlike that of the trace."""
+        """Raise SavedModelError if a value of it, or a closure, is unlike that of the trace."""
         closure = aot.closure(function)
         for name, before in parsed(self._data).facts.items():
+            expression = name.removeprefix(_VALUE)
             if name.startswith(_CLOSURE):
                 _compare(name, before, closure.get(name.removeprefix(_CLOSURE), _MISSING))
+            elif name.startswith(_VALUE) and "L[" in expression:
+                now = aot.value_at(expression, {"self": owner})
+                _compare(_VALUE + aot.readable(expression), before, now)
             elif name.startswith(_WEIGHT) and owner is not None:
                 _compare(name, before, _weight_text(owner, name.removeprefix(_WEIGHT)))
 

@@ -416,11 +416,10 @@ def test_calls_that_no_trace_serves_are_refused(folder: Path, module: ModuleType
     loaded = cgcompile.load(path, model)
     with pytest.raises(SavedModelError, match="grad_mode"):
         loaded(torch.randn(6, 8))
-    with torch.no_grad():
-        with pytest.raises(SavedModelError, match="expected 6, actual 7"):
-            loaded(torch.randn(7, 8))
-        with pytest.raises(SavedModelError, match=r"len\(.*layers.*\) != 2"):
-            cgcompile.load(path, module.Model(layers=3))(torch.randn(6, 8))
+    with torch.no_grad(), pytest.raises(SavedModelError, match="expected 6, actual 7"):
+        loaded(torch.randn(7, 8))
+    with pytest.raises(SavedModelError, match=r"self\.layers\._modules.* is list\('0', '1', '2'\)"):
+        cgcompile.load(path, module.Model(layers=3))
     assert replays(loaded, model, *[(6, 8)] * 3) == 1
     assert model.calls == 6
 
@@ -605,6 +604,73 @@ def test_what_a_trace_read_of_its_model_is_compared(folder: Path) -> None:
     rows.append(f"a setting: {shown(caught.value)}")
     assert_snapshot("saved_traces", "\n".join(rows))
     assert b"PATH" not in (folder / "model").read_bytes()  # variables that nothing read
+
+
+class Inherited(nn.Module):
+    factor = 2.0
+
+    def shifted(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @property
+    def more(self) -> float:
+        return 1.0
+
+
+class Inherits(Inherited):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.called = nn.Linear(8, 8), doubled
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        x = self.called(self.shifted(self.linear(x)) * self.factor + self.more) * scale
+        return x + len(os.environ.get("OF_A_TEST", ""))
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def with_code(code: str) -> Any:
+    """Return ``doubled`` with other code."""
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(f"def doubled(x): return {code}", scope)
+    return scope["doubled"]
+
+
+@pytest.mark.parametrize("of_torch", [True, False], ids=["aot_compile", "compile"])
+def test_classes_and_functions_are_compared(
+    of_torch: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, x = folder / "model", torch.randn(6, 8)
+    if of_torch:
+        save(Inherits().eval(), path, x)
+    else:
+        compiled_of(Inherits().eval()).save(path, x)
+    changes: dict[str, Callable[[Any], Any]] = {
+        "type(self).factor is 3.0": lambda p: p.setattr(Inherited, "factor", 3.0),
+        "type(self).factor is 4.0": lambda p: p.setattr(Inherits, "factor", 4.0, raising=False),
+        "Inherited.shifted": lambda p: p.setattr(Inherited, "shifted", lambda self, x: x),
+        "Inherited.more": lambda p: p.setattr(Inherited, "more", property(lambda self: 3.0)),
+        "Inherits.forward": lambda p: p.setattr(Inherits.forward, "__kwdefaults__", {"scale": 3.0}),
+        "doubled": lambda p: p.setattr(doubled, "__code__", with_code("x * 3").__code__),
+        "OF_A_TEST": lambda p: p.setenv("OF_A_TEST", "x"),
+    }
+    for text, change in changes.items():
+        model = Inherits().eval()
+        assert replays(cgcompile.load(path, model), model, *[(6, 8)] * 3) == 1
+        with monkeypatch.context() as patch:
+            change(patch)
+            with pytest.raises(SavedModelError, match=re.escape(text)):
+                cgcompile.load(path, model)
+    for name, value in {"self.called": with_code("x * 3"), "_forward_hooks": None}.items():
+        model = Inherits().eval()
+        if value is None:
+            model.linear.register_forward_hook(lambda *_: None)
+        else:
+            model.called = value
+        with pytest.raises(SavedModelError, match=re.escape(name)):
+            cgcompile.load(path, model)
 
 
 def test_which_traces_cannot_be_saved(folder: Path, module: ModuleType) -> None:

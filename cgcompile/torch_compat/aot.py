@@ -117,19 +117,28 @@ class _File:
 def live_code(trace: dynamo.Traced) -> dict[str, str]:
     """Return the digests of methods, by "module:class.method", that no source shows.
 
-    These are ``forward`` of the classes of all modules, which a program may have replaced, and
-    generated methods, as those of a dataclass.
+    These are functions of other places that a program may have put into a module or a class, which
+    modules have them (all that the trace names), and generated methods, as those of a dataclass.
 
     Raises:
         ValueError: a function without source is no method of a class in a module.
     """
+    codes = [*_own_code(trace)]
     model = trace.output.local_scope.get("self")
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    kinds = {f"{type(module).__module__}:{type(module).__qualname__}" for module in modules}
-    methods = {f"{kind}.forward" for kind in kinds if not _has_version(kind.partition(":")[0])}
-    for code in _own_code(trace):
+    kinds = {type(module) for module in modules if not _has_version(type(module).__module__)}
+    names = {"forward", *(name for code in codes for name in code.co_names)}
+    methods = {
+        f"{kind.__module__}:{kind.__qualname__}.{name}"
+        for kind in kinds
+        for name in names
+        if any(not _has_version(f.__module__) for f in _functions_in(getattr(kind, name, None)))
+    }
+    for code in codes:
         module = inspect.getmodule(code)
-        if module is None or _source(module.__name__) is None:
+        if module is not None and _source(module.__name__) is not None:
+            methods.add(f"{module.__name__}:{_name(code)}")
+        else:
             method = _method_of(code)
             if method is None:
                 raise ValueError(f"{_name(code)} ({code.co_filename}) has no source file.")
@@ -138,16 +147,18 @@ def live_code(trace: dynamo.Traced) -> dict[str, str]:
 
 
 def live_digest(path: str) -> str | None:
-    """Return the digest of the method at "module:class.method"; None without it."""
+    """Return the digest of the functions at "module:class.method"; None without any."""
     try:
         method = pkgutil.resolve_name(path)
     except (AttributeError, ImportError, ValueError):  # also a local class
         return None
-    texts = [
-        f"{_code_text(function.__code__)} {_value_text(function.__defaults__)}"
-        for function in _functions_in(method)
-    ]
-    return _hash(" ".join(texts)) if texts else _value_text(method)
+    texts = [*map(_function_text, _functions_in(method))]
+    return _hash(" ".join(texts)) if texts else None
+
+
+def _function_text(function: types.FunctionType) -> str:
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    return f"{_code_text(function.__code__)} {_value_text(defaults)}"
 
 
 def _functions_in(method: Any) -> Iterator[types.FunctionType]:
@@ -161,6 +172,10 @@ def _functions_in(method: Any) -> Iterator[types.FunctionType]:
             for cell in function.__closure__ or ():
                 with suppress(ValueError):  # an empty cell
                     waiting.append(cell.cell_contents)
+        elif isinstance(function, (types.MethodType, classmethod, staticmethod)):
+            waiting.append(function.__func__)
+        elif isinstance(function, property):
+            waiting.append(function.fget)
 
 
 def _own_code(trace: dynamo.Traced) -> Iterator[types.CodeType]:
@@ -251,6 +266,10 @@ _EXPRESSIONS = {
     "DUPLICATE_INPUT": "{path} is {source_b.name}",
 }
 _GLOBAL = re.compile(r"\bG\[('[^']*')\]")
+# An attribute of a class, where Dynamo has found it; a class before may get one of this name.
+_OF_CLASS = re.compile(
+    r"dict\((type\((?:[^()]|\([^()]*\))*\))(?:\.__mro__\[\d+\])?\.__dict__\)\[('\w+')\]"
+)
 _NO_OBJECT = "missing"
 
 
@@ -269,7 +288,7 @@ def values_read(
     Raises:
         ValueError: a value that is part of the trace cannot be read by an expression.
     """
-    read: dict[str, str] = {}
+    read = {path: value_at(path) for path in _environment(trace)}
     for guard in trace.output.guards:
         expression = _expression(guard, trace)
         is_local = "L[" in expression
@@ -284,6 +303,23 @@ def values_read(
             elif guard.create_fn_name() in _COMPARED:
                 raise ValueError(f"{expression} can be read by guards of torch alone.")
     return read
+
+
+def _environment(trace: dynamo.Traced) -> Iterator[str]:
+    """Yield expressions of the variables of the environment that code names: none has a guard."""
+    for code in _own_code(trace):
+        if {"environ", "getenv"}.intersection(code.co_names):
+            names = [name for name in code.co_consts if isinstance(name, str)]
+            yield from (f"M['os'].environ.get({name!r})" for name in names if name.isidentifier())
+
+
+def values_of_self(trace: dynamo.Traced) -> dict[str, str]:
+    """Return the text of what a trace read of the model, ``L['self']``, as :func:`values_read`."""
+    names = {"self": trace.output.local_scope.get("self")}
+    values = values_read(
+        trace, names, [f"L[{n!r}]" for n in trace.output.local_scope if n != "self"]
+    )
+    return {path: text for path, text in values.items() if "L[" in path}
 
 
 def _expression(guard: Any, trace: dynamo.Traced) -> str:
@@ -309,7 +345,7 @@ def _expression(guard: Any, trace: dynamo.Traced) -> str:
                 return f"M[{module!r}].{rest}" if rest else f"M[{module!r}]"
         return f"vars(M[{names['__name__']!r}])[{name!r}]"
 
-    text = _GLOBAL.sub(in_module, text)
+    text = _OF_CLASS.sub(r"_of_class(\1, \2)", _GLOBAL.sub(in_module, text))
     return f"_shallow({text})" if kind in _SHALLOW else text
 
 
@@ -320,7 +356,8 @@ class _Modules(dict[str, types.ModuleType]):
 
 def value_at(expression: str, names: dict[str, Any] | None = None) -> str:
     """Return the text of an expression of modules ``M``, by name, and of locals ``L``."""
-    scope = {"L": names or {}, "M": _Modules(), "_shallow": _Shallow}
+    scope: dict[str, Any] = {"L": names or {}, "M": _Modules(), "_shallow": _Shallow}
+    scope["_of_class"] = inspect.getattr_static
     try:
         value = eval(expression, scope)
     except Exception:  # properties and items of users; paths that guards alone can read
@@ -338,6 +375,7 @@ class _Shallow(NamedTuple):
 def readable(expression: str) -> str:
     """Return an expression in the form that a user would write."""
     text = re.sub(r"_shallow\((.*)\)$", r"\1", expression)
+    text = re.sub(r"_of_class\((.*?), '(\w+)'\)", r"\1.\2", text)
     text = re.sub(r"vars\(M\['([^']*)'\]\)\['([^']*)'\]", r"\1.\2", text)
     text = re.sub(r"\b[LM]\['([^']*)'\]", r"\1", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
@@ -368,9 +406,11 @@ def _value_text(value: Any, depth: int = 0, deep: bool = True) -> str:
         items = [_value_text(item, depth + 1) for item in value]
     if items is not None:
         return f"{kind}({', '.join(sorted(items) if isinstance(value, Set) else items)})"
-    name = getattr(value, "__qualname__", None)
+    name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
     if name:
-        return f"{kind} {getattr(value, '__module__', '')}.{name}"
+        own = isinstance(value, types.FunctionType) and not _has_version(str(module))
+        code = f" {_hash(_code_text(value.__code__))}" if own else ""
+        return f"{kind} {module or ''}.{name}{code}"
     return f"an object {type(value).__module__}.{kind}"
 
 
