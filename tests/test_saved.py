@@ -684,6 +684,9 @@ def test_which_traces_cannot_be_saved(folder: Path, module: ModuleType) -> None:
 
     attempts: dict[str, Callable[[], Any]] = {
         "guards": lambda: compiled_of(model, "keep").save(folder / "model", x),
+        "a subclass": lambda: compiled_of(numbers).save(
+            folder / "model", TwoTensor(x, x.clone()), 2.0
+        ),
         "an object": lambda: compiled_of(with_object).save(folder / "model", x, Options()),
         "no ops": lambda: compiled_of(lambda x: 1).save(folder / "model", x),
     }

@@ -90,7 +90,7 @@ def _sizes(text: GraphText, fake_inputs: Sequence[Any]) -> list[str]:
         raise Unnameable("a size of its tensors is not among its inputs")
     own = list(text.symbols)
     guards = sorted(inductor.SizeGuards(fake_inputs).known(), key=str)
-    texts = sorted(text.expression(guard) for guard in guards)
+    texts = sorted(text.expression(expressions.inclusive(guard)) for guard in guards)
     rows = []
     for symbol, name in text.symbols.items():
         lower, upper = expressions.Shapes(envs[0]).bounds(symbol)

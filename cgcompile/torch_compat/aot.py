@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile.torch_compat import dynamo
+from cgcompile.torch_compat import dynamo, expressions
 
 # ---------------------------------------------------------------- source
 
@@ -500,7 +500,7 @@ def compiling(fake_mode: Any) -> Iterator[None]:
 def size_guards(shape_env: Any) -> list[str]:
     """Return what a trace, or a compiler, has assumed of sizes."""
     guards = () if shape_env is None else shape_env.guards
-    return sorted({str(guard.expr) for guard in guards})
+    return sorted({str(expressions.inclusive(guard.expr)) for guard in guards})
 
 
 # ---------------------------------------------------------------- traces
@@ -608,9 +608,10 @@ class _CallPickler(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return None
         plain = type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided
-        own = [name for name in vars(obj) if not name.startswith("_dynamo")]
+        own = [name for name in vars(obj) if not name.startswith(dynamo.MARKS)]
         if not plain or obj.is_conj() or obj.is_neg() or own:
-            raise ValueError(f"an argument is a {type(obj).__name__} with more than its numbers.")
+            what = f"has attributes ({', '.join(own)})" if own else "is no plain tensor"
+            raise ValueError(f"an argument, a {type(obj).__name__}, {what}.")
         for number, known in enumerate(self._tensors):
             if known is obj:
                 return number

@@ -1285,7 +1285,7 @@ def _attributes_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                 tensor.__dict__.update(attributes)
 
 
-_MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
+MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
 
 
 @contextmanager
@@ -1298,7 +1298,7 @@ def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> 
     tensors = [tensor for tensor, _, _ in dims]
     with _attributes_kept(tensors):
         for tensor in tensors:
-            for mark in [mark for mark in tensor.__dict__ if mark.startswith(_MARKS)]:
+            for mark in [mark for mark in tensor.__dict__ if mark.startswith(MARKS)]:
                 del tensor.__dict__[mark]
         for tensor, dim, name in dims:
             if unbacked:

@@ -340,6 +340,15 @@ def require_guards(text: str) -> None:
     _parsed(text)
 
 
+def inclusive(guard: Any) -> Any:
+    """Return a guard on integers with ``>=`` for ``>``: torch adds either, for the same fact."""
+    kinds = {sympy.StrictGreaterThan: 1, sympy.StrictLessThan: -1}
+    step = kinds.get(type(guard))
+    if step is None or not (guard.lhs.is_integer and guard.rhs.is_integer):
+        return guard
+    return sympy.Ge(guard.lhs, guard.rhs + 1) if step > 0 else sympy.Le(guard.lhs, guard.rhs - 1)
+
+
 def guards_hold(text: str, sizes: Sequence[Any]) -> bool:
     """Return whether guards hold for integer or symbolic sizes; raises as above."""
     return bool(_parsed(text)(sizes))

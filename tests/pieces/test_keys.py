@@ -17,6 +17,7 @@ from cgcompile.passes import FunctionPass
 from cgcompile.passes.split import GraphText, Unnameable
 from cgcompile.pieces.cache import facts_of_piece, key_of
 from cgcompile.torch_compat import inductor
+from cgcompile.torch_compat.expressions import inclusive
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -339,3 +340,13 @@ def test_layers_of_a_decoder_share_between_models() -> None:
     first, second = [graph.compilation for graph in backend.graphs]
     assert (first.compiled, first.shared) == (3, 0)
     assert (second.compiled, second.shared) == (0, 3)
+
+
+def test_guards_of_one_meaning_have_one_text() -> None:
+    """What a compiler adds as ``s0 > 1`` is added as ``s0 >= 2`` where its artifact is loaded."""
+    size, other = sympy.symbols("size other", integer=True)
+    assert inclusive(size > 1) == inclusive(size >= 2) == sympy.Ge(size, 2)
+    assert inclusive(size < other) == sympy.Le(size, other - 1)
+    assert inclusive(sympy.Ne(size, 1)) == sympy.Ne(size, 1)
+    number = sympy.Symbol("number", real=True)
+    assert inclusive(number > 1) == (number > 1)
