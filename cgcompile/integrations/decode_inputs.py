@@ -91,9 +91,6 @@ class RowLayer:
     def get_max_length(self) -> int:
         return self.max_cache_len
 
-    def get_seq_length(self) -> int:
-        raise NotHeld("a draft with a model that reads the length of its cache")
-
 
 def _static_layer(source: Any, length: int, positions: torch.Tensor | None) -> Any:
     """Return a layer of fixed size in place of one of a dynamic cache."""

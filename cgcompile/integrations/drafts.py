@@ -77,7 +77,7 @@ class _Side(Text):
         size = (self.rows, self.tokens)
         positions = torch.zeros(size, dtype=torch.long, device=self.device)
         cache = decode_inputs.static_cache(self.model, self.source, length, positions=positions)
-        cache.positions = positions
+        cache.positions, cache.get_seq_length = positions, _no_length
         return {self.name: cache}
 
     def fill(self, kept: Kept) -> None:
@@ -283,6 +283,11 @@ class DraftedText(_Side):
                     active = active & ~ended & (chosen == proposed[:, number + 1])
 
         return draft_round
+
+
+def _no_length(*args: Any) -> int:
+    """Refuse a model that reads the length of a cache, which is another one for each row."""
+    raise NotHeld("a draft with a model that reads the length of its cache")
 
 
 def _copied(logits: torch.Tensor) -> torch.Tensor:

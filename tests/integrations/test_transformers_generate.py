@@ -819,11 +819,17 @@ def test_a_draft_with_another_vocabulary_is_refused(llama: Any) -> None:
         llama.generate(**prompt(), max_new_tokens=4, custom_generate=own)
 
 
-@pytest.mark.parametrize("name", ["t5", "mamba", "longrope"])
-def test_models_without_drafts(name: str) -> None:
-    """Encoders, states that cannot go back, frequencies of the last of several tokens."""
-    model = build(name)
-    own = Generate(draft=copy.deepcopy(model))
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("name", ["t5", "mamba", "longrope", "opt"])
+def test_models_without_drafts(name: str, compiles: bool) -> None:
+    """Encoders, states that cannot go back, frequencies of the last of several tokens.
+
+    OPT reads the length of its cache.
+    """
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    model = decoder("OPT", **sizes).eval() if name == "opt" else build(name)
+    backend = cgcompile.Backend(compiler="eager", capture_device="host") if compiles else None
+    own = Generate(draft=copy.deepcopy(model), backend=backend)
     check(model, own, prompt(), max_new_tokens=6)
     assert "a draft with" in own.counters.details[Reason.OWN_LOOP]
 
