@@ -204,6 +204,7 @@ def in_vmap(x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda row: row.sin() * 2)(x) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("called", "more", "dynamic"),
     [
@@ -371,6 +372,7 @@ def cases(module: ModuleType, path: Path, monkeypatch: Any) -> dict[str, Callabl
     }
 
 
+@pytest.mark.slow
 def test_what_a_load_refuses(
     tmp_path: Path, folder: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +521,7 @@ def compiled_of(called: Any, guards: str = "none", **settings: Any) -> Any:
     return cgcompile.compile(called, dynamic_dims=dims, guards=guards, **{**EAGER, **settings})
 
 
+@pytest.mark.slow
 def test_a_saved_trace_serves_other_weights_and_sizes(folder: Path, module: ModuleType) -> None:
     compiled_of(module.Model().eval()).save(folder / "model", torch.randn(6, 8))
     model, eager = module.Model().eval(), module.Model().eval()
@@ -535,6 +538,7 @@ def test_a_saved_trace_serves_other_weights_and_sizes(folder: Path, module: Modu
         loaded(torch.randn(6, 8, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_saved_keeps_its_traces(folder: Path, module: ModuleType) -> None:
     model, eager = module.Model().eval(), module.Model().eval()
     eager.load_state_dict(model.state_dict())
@@ -575,6 +579,7 @@ class Attributes(nn.Module):
         return self.linear(x) * self.scale + more + os.environ.get("OF_A_TEST", "").count("x")
 
 
+@pytest.mark.slow
 def test_what_a_trace_read_of_its_model_is_compared(folder: Path) -> None:
     compiled_of(Attributes().eval()).save(folder / "model", torch.randn(6, 8))
     rows = []

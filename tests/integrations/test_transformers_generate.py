@@ -244,6 +244,7 @@ def test_models(name: str) -> None:
     assert (own.counters.captures, own.counters.replays) == (6, 3)
 
 
+@pytest.mark.slow
 def test_frequencies_that_follow_the_length() -> None:
     """A step writes those of a rotary embedding; where they change, the text is run anew."""
     model, own = build("longrope"), Generate(steps=4)
@@ -538,6 +539,7 @@ def test_a_text_ends_after_its_time(llama: Any) -> None:
     assert tokens.shape == (2, 6 + 1 + 2), "the first token, and one round"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("ends", [None, [5, 17, 44, 71]])
 def test_a_criterion_of_yours(llama: Any, ends: Any, drafts: bool) -> None:
@@ -569,6 +571,7 @@ class Raising(StoppingCriteria):
         raise KeyError("of mine")
 
 
+@pytest.mark.slow
 def test_a_criterion_that_raises(llama: Any) -> None:
     """The kept cache serves the next call."""
     own, raising = Generate(steps=4), StoppingCriteriaList([Raising()])
@@ -629,6 +632,7 @@ def test_dictionaries(name: str) -> None:
     assert (own.counters.captures, own.counters.replays) == (2, 2)
 
 
+@pytest.mark.slow
 def test_scores_belong_to_the_caller(llama: Any) -> None:
     own, inputs = Generate(steps=4), prompt()
     wanted = {"return_dict_in_generate": True, "output_scores": True}
@@ -740,6 +744,7 @@ def rounds_of(model: Any, own: Generate) -> int:
     return sum(one.captures + one.replays for one in counters)
 
 
+@pytest.mark.slow
 def test_drafts(llama: Any) -> None:
     """Rows accept different numbers of tokens, are padded, and end at different steps."""
     own = Generate(draft=noisy(llama, 0.02), draft_tokens=3)
@@ -768,6 +773,7 @@ def test_drafts_of_models(name: str) -> None:
     assert (own.counters.captures, own.counters.replays) == (2, 1)
 
 
+@pytest.mark.slow
 def test_drafts_that_are_all_accepted_or_refused(llama: Any) -> None:
     torch.manual_seed(11)
     other = decoder("Llama", num_hidden_layers=1).eval()
@@ -834,6 +840,7 @@ def test_models_without_drafts(name: str, compiles: bool) -> None:
     assert "a draft with" in own.counters.details[Reason.OWN_LOOP]
 
 
+@pytest.mark.slow
 def test_a_stream_with_a_draft(llama: Any) -> None:
     expected, streamed, inputs = Collected(), Collected(), prompt(rows=1)
     settings = {"do_sample": False, "max_new_tokens": 9}

@@ -560,6 +560,7 @@ def _projected(q, k, v, mask):
     return F.linear(result.reshape(q.shape[0], 1, -1), weight) + mask.sum()
 
 
+@pytest.mark.slow
 def test_sizes_that_must_be_equal_may_be_different_symbols() -> None:
     sizes = itertools.cycle(((2, 17), (5, 24)))
     backend = run(_projected, lambda: _marked(*next(sizes)), calls=8)
@@ -569,6 +570,7 @@ def test_sizes_that_must_be_equal_may_be_different_symbols() -> None:
     assert not graph.split.fusions.unfused
 
 
+@pytest.mark.slow
 def test_sizes_that_differ_are_an_error_as_in_eager() -> None:
     settings = {"kernels": "decode_attention", "compiler": "eager", "capture_device": "host"}
     backend = cgcompile.Backend(**settings)
