@@ -673,6 +673,9 @@ class Program:
 
     @cached_property
     def _inside(self) -> list[Runnable]:
+        # A compiler of the user may use what a graph does not show, such as a workspace.
+        if callable(self.config.first_compiler):
+            return [*self.runnables]
         pairs = zip(self.split.pieces, self.runnables, strict=True)
         return [_passed_over(piece, run, self.boundaries) for piece, run in pairs]
 

@@ -187,6 +187,32 @@ def test_a_tensor_that_a_boundary_returned_is_held(name: str, device: str) -> No
             served.step(x)
 
 
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_a_compiler_of_the_user_reads_is_held(name: str, device: str) -> None:
+    def add_table(x: torch.Tensor) -> torch.Tensor:
+        return x + REGISTRY["table"]
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: tuple(map(add_table, gm(*args)))
+
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    REGISTRY["table"] = torch.randn(WIDTH, device=device)
+    model = Doubles()
+    served = front_end(name, model, device, compiler=compiler)
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode(), context(ROWS, FULL, {}):
+        for _ in range(3):
+            x.copy_(torch.randn(ROWS, WIDTH))
+            torch.testing.assert_close(served.step(x), add_table(model(x)))
+        assert served.counters().replays == 1
+        REGISTRY["table"] = torch.randn(WIDTH, device=device)
+        with pytest.raises(AddressChangedError, match=REPLACED):
+            served.step(x)
+
+
 @pytest.mark.parametrize("name", [*COMPILED, "CudaGraphManager"])
 def test_ops_of_compiled_pieces_are_not_looked_at_one_by_one(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
