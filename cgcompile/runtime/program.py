@@ -61,7 +61,7 @@ from cgcompile.passes.split import Piece, SplitGraph, returned_names, tensor_inp
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
 from cgcompile.runtime.inputs import BoundTensors, input_names
-from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
+from cgcompile.torch_compat import dynamo, inductor, raw_memory, torch_ops
 
 # ---------------------------------------------------------------- rows of a batch
 
@@ -673,8 +673,9 @@ class Program:
 
     @cached_property
     def _inside(self) -> list[Runnable]:
-        # A compiler of the user may use what a graph does not show, such as a workspace.
-        if callable(self.config.first_compiler):
+        # A compiler or a pass of the user may use what a graph does not show, as a workspace.
+        compiler, options = self.config.first_compiler, dict(self.config.inductor_options)
+        if callable(compiler) or (compiler == "inductor" and inductor.has_users_passes(options)):
             return [*self.runnables]
         pairs = zip(self.split.pieces, self.runnables, strict=True)
         return [_passed_over(piece, run, self.boundaries) for piece, run in pairs]

@@ -650,6 +650,14 @@ def _passes_among(module: Any) -> list[str]:
     return [name for name in inspect.get_annotations(module) if name.endswith(ends)]
 
 
+def has_users_passes(options: Mapping[str, Any]) -> bool:
+    """Return whether settings of Inductor, or ``options`` in place of them, name a pass."""
+    from torch._inductor import config
+
+    names = [name for name in _passes_among(config) if name.endswith("_pass")]
+    return any(options.get(name, getattr(config, name)) is not None for name in names)
+
+
 def _setting_text(name: str, value: Any) -> str:
     if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device)):
         return repr(value)

@@ -29,7 +29,7 @@ from cgcompile import CUDAGraphMode
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.breaks import BreakMode
 from cgcompile.graphs.capture import TouchedMemory
-from cgcompile.torch_compat import raw_memory
+from cgcompile.torch_compat import inductor, raw_memory
 
 FULL = CUDAGraphMode.FULL
 REPLACED = (
@@ -262,6 +262,17 @@ def test_ops_of_compiled_pieces_are_not_looked_at_one_by_one(
     REGISTRY["table"] = torch.randn(WIDTH, device=device)
     with torch.inference_mode(), context(ROWS, FULL, {}), pytest.raises(AddressChangedError):
         served.step(x)
+
+
+def test_passes_of_the_user_in_inductor_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that such a pass adds is in no graph that is looked at, so all ops are noted."""
+    from torch._inductor import config
+
+    assert not inductor.has_users_passes({})
+    assert inductor.has_users_passes({"joint_custom_pre_pass": print})
+    monkeypatch.setattr(config, "post_grad_custom_post_pass", print)
+    assert inductor.has_users_passes({})
+    assert not inductor.has_users_passes({"post_grad_custom_post_pass": None})
 
 
 @pytest.mark.parametrize("build", HOLDERS)
