@@ -11,7 +11,6 @@ compiled is registered in :class:`~cgcompile.registry.Registry`, which ``Backend
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -30,7 +29,7 @@ from cgcompile.kernels import load_triton
 from cgcompile.passes.nodes import has_subclasses
 from cgcompile.passes.pipeline import check_disabled
 from cgcompile.passes.split import split_data
-from cgcompile.pieces.cache import Entry, PieceCache
+from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Reason
@@ -81,7 +80,7 @@ class Backend(Registry):
             dynamo.watch_dynamo()
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo
-        self._pieces = PieceCache(self.config)
+        self.pieces = PieceCache(self.config)
         if self.config.kernels:
             load_triton()
         self._floats: dict[Any, float] = {}  # floats seen, see :func:`dynamo.varied_floats`
@@ -177,10 +176,6 @@ class Backend(Registry):
             return torch_settings.without_function_modes_in(result)
         return result
 
-    def saving(self, entries: dict[str, Entry]) -> AbstractContextManager[None]:
-        """Return a context in which pieces take artifacts from ``entries``, and add theirs."""
-        return self._pieces.saving(entries)
-
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
     ) -> Callable[..., Any]:
@@ -231,7 +226,7 @@ class Backend(Registry):
                 compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
                 config = replace(config, mode=pieces, compiler=compiler)
             with dynamo.floats_settled(floats):
-                runnables, compilation = compile_pieces(split, config, self._pieces)
+                runnables, compilation = compile_pieces(split, config, self.pieces)
             check_sizes(split, config)  # a compiler may add guards
             # 4. Build the compiled graph, and register it.
             graph = CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)

@@ -258,12 +258,15 @@ class CompiledModel(Transparent):
                 what="the model", because="it is not compiled with guards='none'."
             )
         saver = TraceSaver(self.backend, (args, kwargs))
-        with self.backend.saving(saver.entries):
+        with self.backend.pieces.saving(saver.entries):
             self._traces.save(args, kwargs, saver)
         try:
             write_trusted(Path(path), saver.data(self.trace_arguments))
         except PermissionError as error:
             raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            reason = getattr(error, "strerror", None) or str(error)
+            raise SavedModelError.no_file(path=str(path), done="written", reason=reason) from None
 
     @checked
     def invalidate(self, reason: str) -> None:
@@ -290,6 +293,7 @@ def _untraced(model: Any, config: CompilationConfig) -> Callable[..., Any] | Non
     return BreakableCUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model
 
 
+@checked
 def load(path: str | os.PathLike[str], model: Any) -> Any:
     """Load a model that :meth:`CompiledModel.save`, or ``aot_compile`` of torch, has saved.
 
@@ -307,19 +311,21 @@ def load(path: str | os.PathLike[str], model: Any) -> Any:
         is frozen. Of ``aot_compile`` a :class:`cgcompile.saved.LoadedModel`, which raises for them.
 
     Raises:
-        SavedModelError: the file is not trusted or damaged, or what the model depends on has
-            changed: the source of a function that was traced, a global that it read, a version, the
-            hardware, a weight.
-        OSError: the file cannot be read.
+        SavedModelError: the file cannot be read, is not trusted or damaged, or what the model
+            depends on has changed: the source of a function that was traced, a global that it read,
+            a version, the hardware, a weight.
+        ConfigError: ``model`` is nothing that can be compiled.
 
     Example:
-        >>> cgcompile.load("model.saved", nn.Linear(8, 8))  # docs/howto/saved has a whole program
-        Traceback (most recent call last):
-            ...
-        FileNotFoundError: [Errno 2] No such file or directory: 'model.saved'
+        >>> model = nn.Linear(8, 8)
+        >>> compiled = cgcompile.compile(model, dynamic_dims={"input": 0}, guards="none")
+        >>> compiled.save("linear.saved", torch.randn(4, 8))
+        >>> cgcompile.load("linear.saved", model)(torch.randn(6, 8)).shape
+        torch.Size([6, 8])
     """
     from cgcompile import saved
 
+    check_compilable(model, "load")
     path = Path(path)
     data = saved.read(path)
     if not saved.is_trace(data):

@@ -420,6 +420,9 @@ class SavedModelError(CGCompileError, RuntimeError):
         {path} is not read: {reason}
         Loading a saved model runs code. The file and its folder must belong to you or to root, \
         and be writable by their owner alone.""")
+    no_file = Template("""
+        the saved model {path!r} cannot be {done} ({reason}).
+        Give the path of a file in a folder that exists.""")
     damaged = Template("""
         {path} is no saved model that can be loaded ({reason}).
         Save the model again.""")

@@ -78,7 +78,7 @@ class SavedGraph:
         with _unsaved("the graph"):
             graph = aot.graph_bytes(gm)  # as it is now: compiling changes it
         entries: dict[str, Entry] = {}
-        with without_garbage_collection(), backend.saving(entries), _restarting_nothing():
+        with without_garbage_collection(), backend.pieces.saving(entries), _restarting_nothing():
             run = backend.compile_graph(gm, inputs)
         notes = _notes(run, dynamo.current_shape_env())
         payload = pickle.dumps((settings, graph, entries))
@@ -131,7 +131,7 @@ def _compiled(
     # Tensors that are loaded have guards on their memory, which no compiler adds.
     known = {*notes["sizes"].splitlines(), *aot.size_guards(fake_mode.shape_env)}
     inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
-    with aot.compiling(fake_mode), backend.saving(entries):
+    with aot.compiling(fake_mode), backend.pieces.saving(entries):
         run: Callable[..., Any] = backend.compile_graph(gm, inputs, frozen=frozen)
     new = sorted({*aot.size_guards(fake_mode.shape_env)} - known)
     _compare("what compilers assume of sizes besides", "nothing", ", ".join(new) or "nothing")
@@ -382,6 +382,9 @@ def read(path: Path) -> bytes:
         return trusted_bytes(path)
     except PermissionError as error:
         raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SavedModelError.no_file(path=str(path), done="read", reason=reason) from None
 
 
 def contents(path: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -283,6 +283,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "BreakableCUDAGraphCapture.add_eager": lambda: {"function": lambda: None},
     "BreakableCUDAGraphWrapper": lambda: {"runnable": MODEL, "config": CONFIG},
     "CUDAGraphWrapper": lambda: {"runnable": MODEL, "config": CONFIG, "runtime_mode": FULL},
+    "load": lambda: {"path": saved_model(), "model": model_to_save},
     "CompiledModel.invalidate": lambda: {"reason": "other weights"},
     "CudaGraphManager": lambda: {
         "model": MODEL,
@@ -438,6 +439,18 @@ def valid_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     value = next(getattr(place, owner) for place in PLACES if hasattr(place, owner))
     value = getattr(value, method) if method else value
     return entered(value) if name in ENTERED else value, CALLS[name]()
+
+
+def model_to_save(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@functools.cache
+def saved_model() -> str:
+    folder = tempfile.mkdtemp()
+    compiled = cgcompile.compile(model_to_save, CONFIG, guards="none")
+    compiled.save(f"{folder}/model", X)
+    return f"{folder}/model"
 
 
 def added(function: Any) -> None:

@@ -36,6 +36,7 @@ FIELDS: dict[str, Any] = {
     "dim": "x.size()[0]",
     "dims": ["x.size()[0]", "y.size()[0]"],
     "does": "runs step 3",
+    "done": "read",
     "dtype": "torch.int64",
     "earlier": {},
     "ended": False,
