@@ -264,15 +264,15 @@ def test_ops_of_compiled_pieces_are_not_looked_at_one_by_one(
         served.step(x)
 
 
-def test_passes_of_the_user_in_inductor_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_the_user_in_inductor_are_found() -> None:
     """An op that such a pass adds is in no graph that is looked at, so all ops are noted."""
     from torch._inductor import config
 
     assert not inductor.has_users_passes({})
     assert inductor.has_users_passes({"joint_custom_pre_pass": print})
-    monkeypatch.setattr(config, "post_grad_custom_post_pass", print)
-    assert inductor.has_users_passes({})
-    assert not inductor.has_users_passes({"post_grad_custom_post_pass": None})
+    with config.patch(post_grad_custom_post_pass=print):
+        assert inductor.has_users_passes({})
+        assert not inductor.has_users_passes({"post_grad_custom_post_pass": None})
 
 
 @pytest.mark.parametrize("build", HOLDERS)
