@@ -498,6 +498,7 @@ class CUDAGraphWrapper(Transparent):
         self.timeline = Timeline(self.config.warn_fallbacks)
         self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
         self.generators: Sequence[torch.Generator] = ()  # of steps, beside the default one
+        self.notes_memory = False  # of a piece: its ops may touch memory beside its arguments
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         self._state: ModelState | None = None  # of the model, once a step was captured
@@ -696,7 +697,7 @@ class CUDAGraphWrapper(Transparent):
         pool = self._pool
         assert pool is not None
         touched = None
-        if self._reads_more:
+        if self._reads_more or self.notes_memory:
             # The owner of an unguarded wrapper holds the arguments itself.
             arguments = () if self._guarded else _storages_of(storages.tensors)
             touched = TouchedMemory(pool.device.tensor_type, arguments)
@@ -727,7 +728,7 @@ class CUDAGraphWrapper(Transparent):
 
     @property
     def _reads_more(self) -> bool:
-        """Whether a call may read more than its arguments, which pieces cannot."""
+        """Whether a call may read the context, and more than its arguments; pieces cannot."""
         return self._guarded or self.runtime_mode is CUDAGraphMode.FULL
 
     @property

@@ -452,13 +452,10 @@ def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
     return checked
 
 
-def _passed_over(piece: Piece, run: Runnable, boundaries: Boundaries) -> Runnable:
+def _passed_over(run: Runnable, boundaries: Boundaries) -> Runnable:
     """Return ``run`` for a FULL capture, which looks at ops for memory that they touch."""
-    # What ops of torch read and write in a captured piece is an input of the piece, or its own; an
-    # op under a dispatch mode takes 20 us and more on the host.
-    if not piece.capture or _calls_users_code(piece.module):
-        return run
 
+    # An op under a dispatch mode takes 20 us and more on the host.
     def passed_over(*inputs: Any) -> Any:
         mode = torch_ops.top_mode()
         if not (isinstance(mode, torch_ops.DispatchMode) and mode.passes_over(inputs, boundaries)):
@@ -672,13 +669,25 @@ class Program:
         return TracedOutputs(self.split)
 
     @cached_property
-    def _inside(self) -> list[Runnable]:
-        # A compiler or a pass of the user may use what a graph does not show, as a workspace.
+    def reads_more(self) -> frozenset[int]:
+        """The captured pieces that may read or write memory beside their inputs and results."""
+        # What ops of torch read and write is an input of the piece, or its own. A compiler or a
+        # pass of the user may use what a graph does not show, as a workspace.
         compiler, options = self.config.first_compiler, dict(self.config.inductor_options)
-        if callable(compiler) or (compiler == "inductor" and inductor.has_users_passes(options)):
-            return [*self.runnables]
-        pairs = zip(self.split.pieces, self.runnables, strict=True)
-        return [_passed_over(piece, run, self.boundaries) for piece, run in pairs]
+        has_passes = compiler == "inductor" and inductor.has_users_passes(options)
+        pieces = [piece for piece in self.split.pieces if piece.capture]
+        if not (callable(compiler) or has_passes):
+            pieces = [piece for piece in pieces if _calls_users_code(piece.module)]
+        return frozenset([piece.index for piece in pieces])
+
+    @cached_property
+    def _inside(self) -> list[Runnable]:
+        return [
+            _passed_over(run, self.boundaries)
+            if piece.capture and piece.index not in self.reads_more
+            else run
+            for piece, run in zip(self.split.pieces, self.runnables, strict=True)
+        ]
 
     @cached_property
     def run_in_capture(self) -> Callable[..., Any]:

@@ -206,6 +206,9 @@ class _Recorder:
             real = None if context is None else context.num_unpadded_tokens
             if real is not None and real < rows:
                 sequence.not_zeroed()
+        pieces = [entry.sequence for _, entry in self._kept]
+        sequence.held = [row for piece in pieces for row in piece.held]
+        sequence.watched = [row for piece in pieces for row in piece.watched]
         recording.kept = self._kept
         recording.finish(sequence, results, self._sources)
         return results.make(self._slots, inputs)

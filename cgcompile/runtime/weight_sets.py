@@ -99,11 +99,14 @@ class WeightSet:
     def wrappers(self) -> dict[int, CUDAGraphWrapper]:
         """The wrappers of the captured pieces, by index; recordings replay their entries."""
         split, runnables = self._program.split, self._program.runnables
-        return {
+        wrappers = {
             piece.index: self._wrapper(runnables[piece.index], CUDAGraphMode.PIECEWISE, piece.name)
             for piece in split.pieces
             if piece.capture
         }
+        for index in self._program.reads_more:
+            wrappers[index].notes_memory = True
+        return wrappers
 
     @cached_property
     def full(self) -> CUDAGraphWrapper:

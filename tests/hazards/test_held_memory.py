@@ -187,26 +187,32 @@ def test_a_tensor_that_a_boundary_returned_is_held(name: str, device: str) -> No
             served.step(x)
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_what_a_compiler_of_the_user_reads_is_held(name: str, device: str) -> None:
-    def add_table(x: torch.Tensor) -> torch.Tensor:
-        return x + REGISTRY["table"]
+def adding_compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A compiler of the user whose code reads a tensor that no graph shows."""
+    return lambda *args: tuple(result + REGISTRY["table"] for result in gm(*args))
 
-    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return lambda *args: tuple(map(add_table, gm(*args)))
+
+@pytest.mark.parametrize("compiler", [None, adding_compiler])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_code_of_the_user_in_a_piece_reads_is_held(
+    name: str, mode: str, compiler: Any, device: str
+) -> None:
+    """Code of an op, or of a compiler."""
 
     class Doubles(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
+            x = x * 2
+            return x if compiler else torch.ops.held_memory.add_table(x)
 
+    more = {"compiler": compiler} if compiler else {}
     REGISTRY["table"] = torch.randn(WIDTH, device=device)
-    model = Doubles()
-    served = front_end(name, model, device, compiler=compiler)
+    served = front_end(name, Doubles(), device, cudagraph_mode=mode, **more)
     x = torch.randn(ROWS, WIDTH, device=device)
-    with torch.inference_mode(), context(ROWS, FULL, {}):
+    with torch.inference_mode(), context(ROWS, CUDAGraphMode[mode], {}):
         for _ in range(3):
             x.copy_(torch.randn(ROWS, WIDTH))
-            torch.testing.assert_close(served.step(x), add_table(model(x)))
+            torch.testing.assert_close(served.step(x), x * 2 + REGISTRY["table"])
         assert served.counters().replays == 1
         REGISTRY["table"] = torch.randn(WIDTH, device=device)
         with pytest.raises(AddressChangedError, match=REPLACED):
