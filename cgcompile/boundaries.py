@@ -157,7 +157,7 @@ class _Table:
 
     def __init__(self) -> None:
         self.exact: dict[Any, SplittingOp] = {}  # op name or function -> entry
-        # By the op of aten that is called: functions, and ops that are declared with all overloads.
+        # By name of the aten op: entries declared as functions, and for all overloads.
         self.called: dict[str, SplittingOp] = {}
         self.packets: dict[str, SplittingOp] = {}
         self.patterns: list[SplittingOp] = []
@@ -254,7 +254,7 @@ class Boundaries:
             yield from table
 
     def are_met_by(self, other: "Boundaries") -> bool:
-        """Return whether captured pieces of a graph that ``other`` split call none of these."""
+        """Return whether no captured piece of a graph split by ``other`` has one of these ops."""
         # Compiled code may call the aten ops of a function that the graph does not name.
         own = all("::" in n and "*" not in n and not n.startswith("aten::") for n in self.declared)
         entries = [*other]

@@ -58,7 +58,7 @@ Limit = int | Callable[[Any], int]
 """How many steps there is room for: a number, or a function of the state."""
 
 
-_MOST_CAPTURES = 4  # of one step, until the code that runs in it is known
+_MOST_CAPTURES = 4  # of one step: each may run code whose reads were not watched before
 
 
 class _Stack:
@@ -163,7 +163,7 @@ class _StepWrapper(CUDAGraphWrapper):
                     # It ran code that was not known: what that reads was not read before it.
                     self._state.forget()
         except LoopStateError:
-            self._state = None  # else the next capture would take the change for granted
+            self._state = None  # else the next capture would begin with the changed values
             for fields in reached:
                 fields.restore()
             raise
@@ -202,6 +202,7 @@ class _StepWrapper(CUDAGraphWrapper):
     ) -> None:
         """Raise LoopStateError if the captured step has changed what it must not."""
         change = None if state.holds(args, kwargs) else state.first_change(args, kwargs)
+        # Changes count only if the capture ran no new code, whose reads were not watched.
         if change is None and self._state is not None and not self._state.learned:
             change = next(iter(self._state.changes), None)
         if change is not None and change.moved:
@@ -536,7 +537,7 @@ class Loop(Transparent):
     # -------------------------------------------------------------- which graph
 
     def layout(self, leaf: Any) -> Any:
-        """Return the layout of a leaf of a state; where they are equal, addresses are compared."""
+        """Return the layout of a leaf of a state, a part of the key; addresses are compared."""
         if isinstance(leaf, torch.Tensor):
             return leaf.shape, leaf.dtype
         if is_plain_value(leaf):

@@ -9,7 +9,7 @@ the settings, and the artifacts of pieces. A load splits the graph again; it com
 without an artifact.
 
 The rule: torch compares its version, the GPU and its guards (types, sizes, grad mode, weights as
-inputs). What torch drops or does not compare is a fact.
+inputs). A fact is stored and compared here: what torch's loader drops or does not compare.
 """
 
 import functools
@@ -41,7 +41,7 @@ from cgcompile.version import __version__
 _SOURCE, _METHOD = "the source of ", "the method "
 _HARDWARE, _WEIGHT, _CLOSURE = "the hardware of ", "the weight ", "the variable of its closure "
 _VALUE, _SETTINGS, _RANK = "the value ", "the settings of torch", "the rank"
-_OF_THE_CALLED = (_WEIGHT, _CLOSURE)  # torch passes no model to its loader
+_OF_THE_CALLED = (_WEIGHT, _CLOSURE)  # compared later: torch passes no model to its loader
 _MISSING = "missing"
 
 
@@ -128,7 +128,7 @@ def _compiled(
     """
     gm, fake_mode = aot.graph_of(graph)
     changes_layouts = any(map(changes_layout, gm.graph.nodes))
-    # Tensors that are loaded have guards on their memory, which no compiler adds.
+    # Loading tensors adds guards on sizes, which are not those of a compiler.
     known = {*notes["sizes"].splitlines(), *aot.size_guards(fake_mode.shape_env)}
     inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
     with aot.compiling(fake_mode), backend.pieces.saving(entries):
@@ -166,7 +166,7 @@ def _entry(data: bytes, path: str) -> Entry:
 
 
 def _compare_facts(facts: Mapping[str, str]) -> None:
-    """Raise SavedModelError for the first fact that is another one now; without those of locals."""
+    """Raise SavedModelError for the first changed fact, except those read from ``L[...]``."""
     now = _present_facts(facts)
     for name, before in facts.items():
         if name.startswith(_VALUE):

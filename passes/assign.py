@@ -7,18 +7,18 @@ this predicate misses fails at the first capture.
 
 The order of the graph is kept. Consecutive nodes that cannot be captured form an eager piece, the
 nodes between two of these a captured piece, with two refinements: allocations between two
-boundaries move into the captured piece before them, and a run of nodes that launches no kernel
-joins its eager neighbour, because replaying an empty graph costs time.
+boundaries move into the captured piece before them, and consecutive nodes that launch no kernel
+become part of the eager piece beside them, because replaying an empty graph costs time.
 
-Note [Cut for compilers]. Where attention is a boundary, a captured piece also ends in front of each
-``cgcompile::decode_attention``, which is captured: the layers of a decoder stay equal pieces, and
-one of them is compiled. A FULL graph holds all pieces.
+Note [Cut for compilers]. Where attention is a boundary, the graph is also cut between two captured
+pieces, in front of each ``cgcompile::decode_attention``, which is captured: all layers of a decoder
+then give equal pieces, and one of them is compiled. A FULL graph holds all pieces.
 
 Note [Alias hazards]. Inside a piece, views are views. Between pieces they are separate values, and
 two things break. (a) A compiled piece may return a view of its own intermediate as a copy; if a
 later piece writes that memory, the other value does not see it. (b) A compiler that gets two inputs
-of one memory and a write to it rebuilds one from the other by the layout that the *traced* tensors
-had, which the tensors at run time need not have.
+of one memory and a write to it rebuilds one from the other by the strides that the *traced* tensors
+had. Those of the tensors at run time may differ.
 
 The cure is the same (:func:`resolve_aliases`): only the base crosses, and every piece that needs
 the view creates it. That costs a microsecond on the host where the piece is eager, so it is done
@@ -325,7 +325,7 @@ class _Run:
 
     capture: bool
     nodes: list[fx.Node] = field(default_factory=list)
-    cut: bool = False  # a captured run is before it, see Note [Cut for compilers]
+    cut: bool = False  # not merged with the captured piece before it: Note [Cut for compilers]
 
 
 def assign_pieces(gm: fx.GraphModule, boundaries: Boundaries) -> None:

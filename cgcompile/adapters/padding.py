@@ -3,10 +3,10 @@
 A length is the last size of a mask ``[rows, length]``: an input of that rank whose name ends in
 "mask". Every input dimension of this size is padded with zeros to the next of ``pad_lengths``, and
 results are cut to the length of the call. Zeros in the mask exclude the padding. The rule: a call
-is padded only if one of the same padded sizes, with two thirds of its padding or more, had the
-results of the unpadded call, whatever the inputs had in the padding. Calls 1, 2, 4, 8 and so on of
-the same padded sizes are compared, so that a model whose results depend on the padding for some
-contents alone is found; a difference ends the padding of all traces of the function.
+is padded only after a call of the same padded sizes, with at least two thirds as much padding, has
+had the results of the unpadded call, whatever the inputs had in the padding. Calls 1, 2, 4, 8 and
+so on of the same padded sizes are compared, so that a model whose results depend on the padding for
+some contents alone is found; a difference ends the padding of all traces of the function.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -94,7 +94,7 @@ class SegmentRecorder(Breaker):
         boundaries: Boundaries,
         *,
         state: tuple[Rebinding, SameStorages] | None = None,  # to compare around each segment
-        sees_composites: bool = False,  # ops skip autograd, so that composite ones arrive whole
+        sees_composites: bool = False,  # capture below autograd: modes get SDPA as one op
         debug: bool = False,  # find tensors that a break leaves behind
         batch: str = "one batch",  # for messages
         compiled: bool = True,  # code of ``torch.compile`` may run inside

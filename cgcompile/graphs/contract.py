@@ -238,7 +238,7 @@ class Kind(enum.Enum):
     VALUE = "value"  # an equal plain value
     IDENTITY = "identity"  # the same object
     STRUCTURE = "structure"  # how a tensor subclass is built, or what a set holds
-    PLACE = "place"  # the same address in any layout; of a weight, the same object
+    PLACE = "place"  # the same address, in any layout; for a weight the same object
 
 
 class Read(NamedTuple):
@@ -420,7 +420,7 @@ class Contract:
         """Raise AddressChangedError or HostValueChangedError where a read differs."""
         if not self.holds(*values):
             change = self.first_change(*values)
-            if change is not None:  # else objects are arranged in another way
+            if change is not None:  # None: only which places share an object has changed
                 raise change.error(what, batch, self._subject, self._remedy)
 
     def first_change(self, *values: Any) -> "Change | None":

@@ -289,7 +289,7 @@ _MEASURED = 8
 class CudaPool:
     """A private pool of torch's caching allocator; a small graph keeps it open."""
 
-    # A pool whose last graph dies cannot be captured into again while tensors of it live.
+    # torch refuses a capture into a pool that has no graph but tensors that live.
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Snapshots of the Python state that a call reaches: :class:`Fields` and :class:`Rebinding`.
 
 A graph repeats what Python read at capture, and a replay runs no Python. So the fields of objects
-among the arguments are compared before each replay (``arguments.py``), and what a step changes
+among the arguments are compared before each replay (``guards.py``), and what a step changes
 while it is captured refuses the capture (:class:`Rebinding`):
 
 * A tensor that is rebound, added or removed refuses a capture wherever it is reachable: in an

@@ -320,7 +320,7 @@ def read_context(context: Any, tensor_type: str, loads: Callable[[str], bool]) -
 class Reader:
     """Collects what a step may read of metadata: tensors, and what captured code loads."""
 
-    _exact = False  # a capture may run without metadata
+    _exact = False  # None is not compared: a capture may run without metadata
 
     def __init__(self, tensor_type: str, loads: Callable[[str], bool]) -> None:
         self._tensor_type, self._loads = tensor_type, loads

@@ -10,12 +10,12 @@ captures it, or runs it plain:
    limits, threads. The call is captured, or runs plain with a reason.
 4. Count. A plain run that a user can avoid is an error where ``strict`` is set.
 
-The rule: what a step is, how it is compared and what it runs are of the front end; the order of
-decisions, ``strict``, counts, failures, stale results and the thread of views are here alone. The
+The rule: a front end defines the key of a step, the comparison and what runs. The order of
+decisions, ``strict``, counts, failures, stale results and the thread of views are in this file. The
 lock is never held while a call waits for the capture of another thread.
 
-What has no graph here is decided in this file for all front ends: functions ``check_...`` raise
-:class:`~cgcompile.reasons.RunPlain` where a step runs without one, with the texts for users.
+The checks that make a call run without a graph are here for all front ends: functions
+``check_...`` raise :class:`~cgcompile.reasons.RunPlain`, with the texts for users.
 :class:`allow_capture` closes capture for a block of code; :func:`eager_region` is code that runs
 outside of graphs.
 """
@@ -260,7 +260,7 @@ class Call(Generic[S_]):
     __slots__ = ("context", "descriptor", "key", "steps")
 
     owns_result = False  # whether results are copies, which no later step overwrites
-    of_a_loop = False  # whether it writes a state that another thread may be writing
+    of_a_loop = False  # two threads may run rounds over the same state
     context: ForwardContext | None  # of the caller; set before all methods
     key: Any  # of the steps that may serve the call; set by ``enter`` or ``find``
     descriptor: BatchDescriptor  # read where no step serves the call

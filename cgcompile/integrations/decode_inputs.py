@@ -1,7 +1,7 @@
 """What a captured step of ``transformers`` gets: a static cache, and inputs in fixed buffers.
 
 The prefill runs as ``generate`` runs it, with a dynamic cache, which is then copied into a static
-one that later calls keep (:func:`static_layers`, :func:`fill`). Layers with a sliding window have
+one that later calls keep (:func:`static_cache`, :func:`fill`). Layers with a sliding window have
 the full length, since those of ``transformers`` count in Python, which a graph repeats; their mask
 excludes what is outside of the window.
 

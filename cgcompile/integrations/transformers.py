@@ -4,14 +4,14 @@
 ``model.generate(..., custom_generate=generate)``, which prepares inputs, processors and criteria,
 and then calls it in place of its own loop:
 
-1. :func:`_own_way` decides whether ``generate``'s own loop has to run; it is counted.
+1. :func:`_why_own_way` decides whether ``generate``'s own loop has to run; it is counted.
 2. The prefill runs as in ``generate``, and its cache is copied into a kept static one.
 3. ``prepare_inputs_for_generation`` tells what a step gets (``decode_inputs.py``), and the logits
    processors how it selects a token (``next_token.py``).
 4. :func:`cgcompile.loop` runs the steps; a text ends where all rows have ended.
 
-The rule: what one call passes is copied into buffers that the graphs read, or is a part of the key
-of a step; a kept object refers to the model weakly.
+The rule: an argument of ``generate`` is copied into a buffer that the graphs read, or part of the
+key of a step; a kept object refers to the model weakly.
 """
 
 import itertools
@@ -110,9 +110,6 @@ def _is_compiled(model: Any) -> bool:
     """Return whether a model may run compiled code, whose guards no replay evaluates."""
     own = [vars(module).get("forward") for module in model.modules()]
     return torch_ops.holds_compiled_code(model) or any(isinstance(f, Transparent) for f in own)
-
-
-# ---------------------------------------------------------------- what is kept
 
 
 # ---------------------------------------------------------------- what has to run in the own loop

@@ -220,7 +220,7 @@ def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> R
         outputs = run(*inputs)
         tensors = [outputs[item] for item in items] + [inputs[position] for position in positions]
         for tensor in tensors:
-            if rows_apart(tensor):  # in shared memory zeroing would clear real rows
+            if rows_apart(tensor):  # if rows overlap, zeroing padding would overwrite real rows
                 tensor[real:].zero_()
         return outputs
 

@@ -1,9 +1,9 @@
 """Run a step once and record it on the way: :func:`record`.
 
-A capturing call is one execution of the step. Each captured piece is recorded by its wrapper, which
-replays it at once, so that the eager pieces after it and the result see real data. If the capture
-of a piece fails, that piece and all after it run plain, the result is right, and nothing is kept. A
-FULL capture that fails has run nothing.
+A capturing call is one execution of the step. The wrapper of each captured piece records it, and
+the recorder replays it at once, so that the eager pieces after it and the result see real data. If
+the capture of a piece fails, that piece and all after it run plain, the result is right, and
+nothing is kept. A FULL capture that fails has run nothing.
 
 What is kept is a :class:`~cgcompile.graphs.sequence.GraphSequence`: the graphs of the wrappers'
 entries, and between them the eager pieces, bound to what the graphs before them fill.

@@ -218,7 +218,8 @@ class _Buffer:
 
     def _end(self, real: int, padded: int) -> int:
         """Return the row up to which the tail has to be written behind the real rows."""
-        # Who else writes into a buffer changes tails: warm-ups raise the version, replays do not.
+        # Other writers may change the padding. Those that ``_version`` shows, as warm-ups, are
+        # followed by a full write of it from then on; replays do not raise the version.
         if self.whole._version != self._version:
             self.shared = True
         end = padded if self.shared or self.spec.tail is None else min(padded, self._clean)

@@ -117,8 +117,8 @@ class _File:
 def live_code(trace: dynamo.Traced) -> dict[str, str]:
     """Return the digests of methods, by "module:class.method", that no source shows.
 
-    These are functions of other places that a program may have put into a module or a class, which
-    modules have them (all that the trace names), and generated methods, as those of a dataclass.
+    Such methods are generated, as those of a dataclass, or functions that a program has put into a
+    class or a module from elsewhere; then also which modules that the trace names have one.
 
     Raises:
         ValueError: a function without source is no method of a class in a module.
