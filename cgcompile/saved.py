@@ -417,7 +417,7 @@ class LoadedModel(Transparent):
 
         Raises:
             SavedModelError: the call is unlike that of the trace.
-            CGCompileError: what replaying raises.
+            cgcompile.errors.CGCompileError: what replaying raises.
         """
         try:
             return self._function(*args, **kwargs)
