@@ -59,7 +59,7 @@ class Model(nn.Module):
         return x
 """
 GUARDS = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch cannot save the guards of a vmap"
+    torch.__version__ < "2.14", reason="torch cannot save or load the guards of a vmap"
 )
 DEFAULTS = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch cannot load its guards on defaults of functions"
