@@ -114,7 +114,7 @@ class SegmentRecorder(Breaker):
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._touched = TouchedMemory(pool.device.tensor_type)
-        # Boundaries of compiled pieces, by identity, and whether none of ours is in such a piece.
+        # By identity: boundaries that compiled pieces were split at, and whether those cover ours.
         self._met: dict[int, tuple[Boundaries, bool]] = {}
         self._copied: dict[int, tuple[list[raw_memory.StorageLife], str]] = {}  # by bridge
         self._host_results: dict[int, list[SameOnHost]] = {}  # by address

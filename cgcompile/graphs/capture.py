@@ -389,9 +389,8 @@ def enter_capture(
     if may_collect:
         _collect_young()
     destroy_unused_graphs()
-    if (
-        may_collect or pool.is_new
-    ) and device.lacks_memory():  # see Note [Garbage before a capture]
+    # See Note [Garbage before a capture].
+    if (may_collect or pool.is_new) and device.lacks_memory():
         gc.collect()
         destroy_unused_graphs()
         device.give_back()

@@ -504,9 +504,8 @@ class CudaDevice:
 
     def lacks_memory(self) -> bool:
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free < raw_memory.reserved_bytes(self.device) - raw_memory.allocated_bytes(
-            self.device
-        )
+        used = raw_memory.allocated_bytes(self.device)
+        return free < raw_memory.reserved_bytes(self.device) - used
 
     def give_back(self) -> None:
         torch.cuda.synchronize(self.device)

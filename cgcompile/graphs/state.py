@@ -719,7 +719,7 @@ class ModelState:
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
         self.changes: list[Change] = []  # these changes, of the last capture
         self.learned = False  # whether that capture ran code that was not known before it
-        # Whether a step that ran unknown code is captured once more, which compares the changes.
+        # Whether a step that ran new code is captured again, which compares what the step changes.
         self.captures_again = False
         self._stored: list[tuple[dict[str, Any], str, Any]] = []  # globals before a capture
         self.epoch = 0  # rises when a dict is written

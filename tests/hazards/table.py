@@ -697,6 +697,14 @@ def _clear(kept: list[torch.Tensor]) -> None:
     NUMBERS.clear()
 
 
+@torch.library.custom_op("hazards::times_table", mutates_args=())
+def times_table(x: torch.Tensor) -> torch.Tensor:
+    return x * NUMBERS["table"]
+
+
+times_table.register_fake(torch.empty_like)
+
+
 def _tensor(holder_kind: str, how: str) -> Callable[[str], Scene]:
     """Make a row of a tensor that is replaced and then alive or freed, or that has other strides."""
 
@@ -739,6 +747,10 @@ def _tensor(holder_kind: str, how: str) -> Callable[[str], Scene]:
             NUMBERS["tensor"] = scale
             model.read = lambda x: x * NUMBERS["tensor"]
             change = lambda: NUMBERS.update(tensor=fresh())  # noqa: E731
+        elif holder_kind == "custom op":
+            NUMBERS["table"] = scale
+            model.read = torch.ops.hazards.times_table
+            change = lambda: NUMBERS.update(table=fresh())  # noqa: E731
         else:
             model.read, change = _closure(scale, fresh)
         if how == "strides":
@@ -1569,6 +1581,15 @@ TABLE: tuple[Row, ...] = (
         )
         for holder_kind in PLACES
         for how, text in (("alive", "old one alive"), ("freed", "old one freed"))
+    ),
+    *(
+        # Compiled models compare no Python of an op: they see that its memory was dropped.
+        Row(
+            f"tensor that a custom op reads, old one {how}",
+            _tensor("custom op", how),
+            {TRACES: of_traces, UNTRACED: AddressChangedError},
+        )
+        for how, of_traces in (("alive", DOCUMENTED), ("freed", AddressChangedError))
     ),
     *(
         Row(f"tensor of a {holder_kind}, other strides", _tensor(holder_kind, "strides"), expect)

@@ -47,12 +47,12 @@ def add_table(x: torch.Tensor) -> torch.Tensor:
 add_table.register_fake(torch.empty_like)
 
 
-@torch.library.custom_op("held_memory::give_table", mutates_args=())
-def give_table(x: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("held_memory::returned_table", mutates_args=())
+def returned_table(x: torch.Tensor) -> torch.Tensor:
     return REGISTRY["table"]
 
 
-@give_table.register_fake
+@returned_table.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[1])
 
@@ -168,10 +168,10 @@ def test_a_tensor_that_a_boundary_returned_is_held(name: str, device: str) -> No
 
     class Scales(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x + 1) * torch.ops.held_memory.give_table(x)
+            return (x + 1) * torch.ops.held_memory.returned_table(x)
 
     op = cgcompile.SplittingOp(
-        "held_memory::give_table", support=cgcompile.AttentionCGSupport.ALWAYS
+        "held_memory::returned_table", support=cgcompile.AttentionCGSupport.ALWAYS
     )
     REGISTRY["table"] = torch.randn(WIDTH, device=device)
     model = Scales()
