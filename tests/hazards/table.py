@@ -1591,6 +1591,17 @@ TABLE: tuple[Row, ...] = (
         )
         for how, of_traces in (("alive", DOCUMENTED), ("freed", AddressChangedError))
     ),
+    Row(
+        "tensor that a custom op in a piece reads",
+        _tensor("custom op", "freed"),
+        # Contexts of the table are FULL.
+        {
+            TRACES: AddressChangedError,
+            WITH_CONTEXT: Reason.OTHER_MODE,
+            UNTRACED: AddressChangedError,
+        },
+        settings={"cudagraph_mode": cgcompile.CUDAGraphMode.PIECEWISE},
+    ),
     *(
         Row(f"tensor of a {holder_kind}, other strides", _tensor(holder_kind, "strides"), expect)
         for holder_kind, expect in {
